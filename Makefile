@@ -1,0 +1,75 @@
+# Two commands need nothing but Python 3.11 or newer on the path: `make demo` and `make test`.
+# Every target sets up what it needs; the environment is rebuilt when pyproject.toml or constraints.txt change.
+
+PYTHON ?= python3
+VENV ?= .venv
+# More of pytest's options, such as PYTEST_ARGS="-k router -n 0".
+PYTEST_ARGS ?=
+# The field cases live beside the checkout where they are available at all.
+CASES ?= ../shared/cases/run_cases.py
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+
+# torch would load every installed device plug-in at import; one without its driver breaks `import torch`.
+export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
+# Models are built from configurations: a hub access in a test or the demo is a mistake.
+export HF_HUB_OFFLINE := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format types unit cases bench wheel hooks clean
+
+help:
+	@echo "make demo    set up, then fuse a Qwen3-MoE model, check it and time it"
+	@echo "make test    set up, then lint, types, unit tests and, where available, the field cases"
+	@echo "make lint | types | unit | cases    the parts of make test"
+	@echo "make format | bench | wheel | hooks | clean"
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "moefuse needs Python 3.11 or newer; $(PYTHON) is older. Try: make PYTHON=python3.11 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+setup: $(STAMP)
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo.py
+
+# Unit tests last: their closing line is then the last one.
+test: lint types cases unit
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+unit: $(STAMP)
+	$(BIN)/python -m pytest --numprocesses auto $(PYTEST_ARGS)
+
+cases: $(STAMP)
+	@if [ -f $(CASES) ]; then $(BIN)/python $(CASES) --backend moefuse; \
+	else echo "cases: $(CASES) isn't here, skipped"; fi
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)
+	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+wheel: $(STAMP)
+	rm -rf build dist
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+
+hooks: $(STAMP)
+	$(BIN)/pre-commit install
+
+clean:
+	rm -rf build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

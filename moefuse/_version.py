@@ -1,0 +1,3 @@
+"""The package version, its single source: the build reads it from here too."""
+
+__version__ = "0.1.0"

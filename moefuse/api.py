@@ -1,0 +1,88 @@
+"""What users call besides torch.compile: `explain`, `fuse`, `reports`.
+
+In: a model and its inputs, or a graph. Out: a `Report`, or a rewritten graph with its report.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from moefuse.graph.capture import capture
+from moefuse.options import Options
+from moefuse.passes import pipeline
+from moefuse.report.model import GraphReport, Report
+
+
+@dataclass(frozen=True)
+class Fused:
+    """What `fuse` returns: the rewritten graph, and a report with a verdict per MoE layer."""
+
+    graph_module: GraphModule
+    report: Report
+
+
+def explain(
+    model: Callable[..., Any], *args: Any, moefuse_options: Mapping[str, Any] | None = None, **kwargs: Any
+) -> Report:
+    """Tell what the backend would do to a model, layer by layer, with reasons.
+
+    model is run once on the given inputs (also on the meta device), captured graph by captured graph, in eager
+    mode: nothing is compiled, the model isn't changed beyond what one run of it does. moefuse_options: the options
+    of the backend. Raises OptionError for unknown options.
+    """
+    from moefuse.backend import compile_graph
+
+    options = Options.parse({**(moefuse_options or {}), "inner": "eager"})
+    graphs: list[GraphReport] = []
+
+    def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        _, report = compile_graph(gm, example_inputs, options, {})
+        graphs.append(report)
+        return gm.forward  # run what was captured, not what was rewritten: explaining must not change numbers
+
+    def run() -> None:
+        model(*args, **kwargs)
+
+    torch.compile(run, backend=backend)()
+    report = Report(tuple(graphs))
+    if options.dump:
+        from moefuse.graph.dump import write_report
+
+        write_report(options.dump, report)
+    return report
+
+
+def fuse(
+    graph: GraphModule | torch.export.ExportedProgram,
+    example_inputs: Sequence[Any] | None = None,
+    *,
+    options: Mapping[str, Any] | None = None,
+) -> Fused:
+    """The passes alone, on a graph of your own; the graph that is given isn't changed.
+
+    graph: an ExportedProgram, or any fx GraphModule. A GraphModule whose placeholders have no
+        `meta["val"]` (or `meta["example_value"]`) needs example_inputs, one per placeholder.
+    options: as for the backend, of which mode, target and exclude have a meaning here.
+    Raises ValueError where inputs are missing, CaptureError where the graph can't be made functional.
+    """
+    parsed = Options.parse(options)
+    gm = graph.module() if isinstance(graph, torch.export.ExportedProgram) else graph
+    assert isinstance(gm, GraphModule)
+    captured = capture(gm, example_inputs if example_inputs is not None else _recorded_inputs(gm))
+    before = len(gm.graph.nodes)
+    result = pipeline.run(captured.graph_module, captured.parameters, parsed)
+    after = len(result.graph_module.graph.nodes)
+    report = GraphReport(0, tuple(result.layers), before, after, result.seconds)
+    return Fused(result.graph_module, Report((report,)))
+
+
+def _recorded_inputs(gm: GraphModule) -> list[Any]:
+    inputs = []
+    for node in gm.graph.find_nodes(op="placeholder"):
+        if "val" not in node.meta and "example_value" not in node.meta:
+            raise ValueError(f"example_inputs: placeholder {node.name!r} has no recorded value; give one per placeholder")
+        inputs.append(node.meta.get("val", node.meta.get("example_value")))
+    return inputs

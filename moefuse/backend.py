@@ -1,0 +1,151 @@
+"""The torch.compile backend.
+
+In: a graph from Dynamo and the user's options. Out: a callable, compiled by the inner compiler, in which every
+MoE layer that could be fused is one `mega_moe` node. Called in every process, also when caches are warm; so the
+report is made here and nowhere else.
+
+A graph that can't be fused for whatever reason is compiled as if moefuse weren't there, and the report says why;
+only mode="on" turns a rejection into an error.
+"""
+
+import logging
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from moefuse.graph.capture import CaptureError, capture, is_control_flow
+from moefuse.inner import compile_inner
+from moefuse.options import OptionError, Options
+from moefuse.passes import pipeline
+from moefuse.passes.pipeline import FuseResult, RejectedError
+from moefuse.report import journal
+from moefuse.report.model import GraphReport
+
+log = logging.getLogger("moefuse")
+
+ROUTING = ("topk", "sort", "argmax", "nonzero", "grouped_mm", "bincount", "scatter", "one_hot", "where", "select")
+"""Part of the name of some operation in every MoE layer: without one, or an index, a graph needs no look."""
+
+
+def moefuse(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """`torch.compile(model, backend="moefuse", mode=..., options={...})`.
+
+    mode: torch.compile's own mode; it is handed to Inductor ("reduce-overhead", "max-autotune", ...).
+    options: see `moefuse.options.Options`. Raises OptionError for unknown names and impossible values.
+    """
+    parsed = Options.parse(options)
+    inductor_options = _inductor_options(mode, parsed)
+    compiled, report = compile_graph(gm, example_inputs, parsed, inductor_options)
+    journal.record(gm, report)
+    return compiled
+
+
+def _inductor_options(mode: str | None, options: Options) -> dict[str, Any]:
+    if mode is None or mode == "default":
+        return {}
+    if options.inner != "inductor":
+        raise OptionError(f"mode={mode!r}: only the inner compiler inductor has modes, got inner={options.inner!r}")
+    return dict(torch._inductor.list_mode_options(mode))
+
+
+def compile_graph(
+    gm: GraphModule, example_inputs: Sequence[Any], options: Options, inductor_options: Mapping[str, Any]
+) -> tuple[Callable[..., Any], GraphReport]:
+    """(the compiled callable, what happened). See the module text."""
+    index = journal.next_index()
+    before = len(gm.graph.nodes)
+
+    def plain(report: GraphReport) -> tuple[Callable[..., Any], GraphReport]:
+        compiled = compile_inner(gm, example_inputs, options.inner, inductor_options=inductor_options)
+        return compiled, report
+
+    if options.mode == "off":
+        return plain(GraphReport(index, (), before, before, note="mode='off': nothing is fused"))
+    if not worth_a_look(gm):
+        return plain(GraphReport(index, (), before, before, note="no routing operation in this graph"))
+    try:
+        result, seconds = _fuse(gm, example_inputs, options, index)
+    except Exception as error:
+        if isinstance(error, RejectedError) or is_control_flow(error) or options.mode == "on":
+            raise
+        return plain(_failed(index, before, error))
+    note = _unused_excludes(options, result)
+    after = len(result.graph_module.graph.nodes)
+    report = GraphReport(index, tuple(result.layers), before, after if result.nodes else before, seconds, note=note)
+    if not result.nodes:
+        return plain(report)
+    try:
+        compiled = compile_inner(
+            result.graph_module, example_inputs, options.inner, inductor_options=inductor_options, original=gm
+        )
+    except Exception as error:
+        if is_control_flow(error) or options.mode == "on":
+            raise
+        log.warning("the inner compiler failed on the fused graph; compiling it unfused", exc_info=True)
+        return plain(_failed(index, before, error))
+    return compiled, report
+
+
+def worth_a_look(gm: GraphModule) -> bool:
+    """False for a graph in which nothing routes: the functional trace is saved."""
+    return any(_routes(node) for module in gm.modules() if isinstance(module, GraphModule) for node in module.graph.nodes)
+
+
+def _routes(node: Node) -> bool:
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    if name in ("getitem", "index", "gather", "index_select", "embedding"):
+        return any(_is_index(arg) for arg in node.all_input_nodes[1:])
+    return any(word in name for word in ROUTING)
+
+
+def _is_index(node: Node) -> bool:
+    val = node.meta.get("example_value", node.meta.get("val"))
+    return isinstance(val, torch.Tensor) and not val.is_floating_point()
+
+
+def _fuse(
+    gm: GraphModule, example_inputs: Sequence[Any], options: Options, index: int
+) -> tuple[FuseResult, dict[str, float]]:
+    start = time.process_time()
+    captured = capture(gm, example_inputs)
+    seconds = {"capture": time.process_time() - start}
+    training = torch.is_grad_enabled() and any(
+        isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs
+    )
+    if options.dump:
+        from moefuse.graph.dump import write_dump
+
+        write_dump(options.dump, index, "before", captured.graph_module)
+    result = pipeline.run(captured.graph_module, captured.parameters, options, training=training)
+    if options.dump:
+        write_dump(options.dump, index, "after", captured.graph_module)
+    return result, {**seconds, **result.seconds}
+
+
+def _failed(index: int, nodes: int, error: Exception) -> GraphReport:
+    if isinstance(error, CaptureError):
+        return GraphReport(index, (), nodes, nodes, note=f"left as it is: {error}")
+    log.warning("an internal error; the graph is compiled unfused", exc_info=True)
+    return GraphReport(index, (), nodes, nodes, error="".join(traceback.format_exception(error)))
+
+
+def _unused_excludes(options: Options, result: FuseResult) -> str:
+    paths = [layer.layer for layer in result.layers]
+    unused = [p for p in options.exclude if not any(Options(exclude=(p,)).excluded(path) for path in paths)]
+    if not unused:
+        return ""
+    note = f"exclude patterns that match no MoE layer of this graph: {', '.join(unused)} (layers: {', '.join(paths) or 'none'})"
+    log.warning(note)
+    return note

@@ -1,0 +1,330 @@
+"""The `moefuse` command: what would be fused in a model and why not, as a table, JSON or files.
+
+In: a model factory named on the command line. Out: the report on stdout, one line per error on stderr, and an
+exit code: 0 done, 1 the model or moefuse failed, 2 the command line was wrong, 3 a layer wasn't fused and
+4 no MoE layer was found (both with --fail-on-unfused only).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import torch
+
+from moefuse import hf
+from moefuse._version import __version__
+from moefuse.report.model import Report
+
+try:
+    import typer
+except ImportError as error:
+    raise ImportError("the moefuse command needs typer and rich: pip install 'moefuse[cli]'") from error
+
+Inputs = tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]
+_EXIT_FAILED, _EXIT_USAGE, _EXIT_UNFUSED, _EXIT_NOTHING = 1, 2, 3, 4
+_HF = "hf:"
+_MODES = ("auto", "on", "off")
+
+app = typer.Typer(
+    name="moefuse",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help=__doc__,
+)
+
+TargetArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="TARGET",
+        help="package.module:factory, path/file.py:factory or hf:MODEL_TYPE. factory() returns (model, args) "
+        "or (model, args, kwargs) or (model, kwargs), args a tuple and kwargs a dict. hf:qwen3_moe is a "
+        "small transformers model with random weights.",
+    ),
+]
+LayersOption = Annotated[int | None, typer.Option("--layers", min=1, help="hf: decoder layers [2]")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="hf: key=value of the configuration")]
+DtypeOption = Annotated[
+    str | None, typer.Option("--dtype", help="hf: float32, bfloat16 or float16 [float32]")
+]
+TokensOption = Annotated[int | None, typer.Option("--tokens", min=1, help="hf: tokens in the prompt [16]")]
+ExpertsOption = Annotated[
+    str | None, typer.Option("--experts-implementation", help="hf: grouped_mm, batched_mm, eager, ...")
+]
+ModeOption = Annotated[str | None, typer.Option("--mode", help="auto, on or off")]
+KernelOption = Annotated[
+    str | None, typer.Option("--target", help="kernels to use: auto, cpu, reference, ...")
+]
+ExcludeOption = Annotated[
+    list[str] | None, typer.Option("--exclude", help="module path not to fuse, * allowed")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="print JSON")]
+FailOption = Annotated[
+    bool, typer.Option("--fail-on-unfused", help="exit 3 when a layer isn't fused, 4 when there is none")
+]
+DebugOption = Annotated[bool, typer.Option("--debug", help="show the traceback of an error")]
+
+
+class UsageError(Exception):
+    """What was asked for can't be done; the message is the one line that the user sees."""
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="print the versions")] = False) -> None:
+    if version:
+        typer.echo(f"moefuse {__version__} (torch {torch.__version__})")
+        raise typer.Exit
+
+
+@app.command()
+def explain(
+    target: TargetArgument,
+    layers: LayersOption = None,
+    set_: SetOption = None,
+    dtype: DtypeOption = None,
+    tokens: TokensOption = None,
+    experts_implementation: ExpertsOption = None,
+    mode: ModeOption = None,
+    kernel: KernelOption = None,
+    exclude: ExcludeOption = None,
+    as_json: JsonOption = False,
+    fail_on_unfused: FailOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Show every MoE layer of a model: fused or not, and the first thing that stood in the way."""
+    model = _hf_options(layers, set_, dtype, tokens, experts_implementation)
+    report = _report(target, model, _backend_options(mode, kernel, exclude), debug)
+    _print_report(report, as_json)
+    _exit(report, fail_on_unfused)
+
+
+@app.command()
+def dump(
+    target: TargetArgument,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="where the files go; made if missing")],
+    layers: LayersOption = None,
+    set_: SetOption = None,
+    dtype: DtypeOption = None,
+    tokens: TokensOption = None,
+    experts_implementation: ExpertsOption = None,
+    mode: ModeOption = None,
+    kernel: KernelOption = None,
+    exclude: ExcludeOption = None,
+    as_json: JsonOption = False,
+    fail_on_unfused: FailOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Write the graphs before and after fusion and the report into DIR."""
+    from moefuse.graph.dump import write_report
+
+    if directory.exists() and not directory.is_dir():
+        _die(f"DIR must be a directory, {directory} is a file", _EXIT_USAGE)
+    model = _hf_options(layers, set_, dtype, tokens, experts_implementation)
+    options = _backend_options(mode, kernel, exclude) | {"dump": str(directory)}
+    report = _report(target, model, options, debug)
+    write_report(directory, report)
+    _print_report(report, as_json)
+    typer.echo(f"written to {directory}", err=True)
+    _exit(report, fail_on_unfused)
+
+
+@app.command()
+def doctor(as_json: JsonOption = False) -> None:
+    """Show what this machine offers and what each missing thing would enable."""
+    from moefuse.doctor import checkup
+
+    findings = checkup()
+    if as_json:
+        entries = [dataclasses.asdict(finding) for finding in findings]
+        typer.echo(json.dumps({"schema": "moefuse.doctor/1", "findings": entries}, indent=2))
+        return
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        typer.echo(f"{'ok     ' if finding.ok else 'missing'}  {finding.name.ljust(width)}  {finding.found}")
+        if not finding.ok:
+            typer.echo(f"{' ' * 9}{' ' * width}  would enable: {finding.enables}")
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+def load(target: str, model: Mapping[str, Any]) -> Inputs:
+    """The model and its inputs that TARGET names; `model` holds the options of an `hf:` target.
+
+    Raises:
+        UsageError: TARGET can't be found, its factory raises, or it doesn't return what it should.
+    """
+    if target.startswith(_HF):
+        try:
+            module, kwargs = hf.build(target.removeprefix(_HF), **model)
+        except Exception as error:  # transformers raises errors of its own kinds for bad configurations
+            raise UsageError(f"{target}: {_one_line(error)}") from error
+        return module, (), kwargs
+    if model:
+        raise UsageError(
+            f"--layers, --set, --dtype, --tokens and --experts-implementation need an {_HF} target"
+        )
+    factory = _factory(target)
+    try:
+        made = factory()
+    except Exception as error:
+        raise UsageError(f"{target} raised {type(error).__name__}: {_one_line(error)}") from error
+    return _inputs(target, made)
+
+
+def _factory(target: str) -> Any:
+    place, colon, name = target.rpartition(":")
+    if not colon or not place or not name:
+        raise UsageError(f"TARGET must be module:factory, file.py:factory or hf:MODEL_TYPE, got {target!r}")
+    try:
+        module = _run_file(Path(place)) if place.endswith(".py") else _import(place)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"importing {place} raised {type(error).__name__}: {_one_line(error)}") from error
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        raise UsageError(f"{place} has no function {name!r}")
+    return factory
+
+
+def _import(name: str) -> Any:
+    # A console script lacks what `python -m` has: modules of the current directory.
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    return importlib.import_module(name)
+
+
+def _run_file(path: Path) -> Any:
+    if not path.is_file():
+        raise UsageError(f"no such file: {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{path} can't be loaded as a Python module")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)  # dataclasses and pickles in the file look there
+    spec.loader.exec_module(module)
+    return module
+
+
+def _inputs(target: str, made: Any) -> Inputs:
+    expected = f"{target} must return (model, args), (model, args, kwargs) or (model, kwargs)"
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        size = f" of {len(made)}" if isinstance(made, tuple) else ""
+        raise UsageError(f"{expected}, got {type(made).__name__}{size}")
+    model, args, kwargs = made if len(made) == 3 else (*made, {})
+    if len(made) == 2 and isinstance(args, dict):
+        args, kwargs = (), args
+    if not callable(model):
+        raise UsageError(f"{expected}; its model is a {type(model).__name__}, which can't be called")
+    if not isinstance(args, tuple | list):
+        raise UsageError(f"{expected}; args must be a tuple, got {type(args).__name__}")
+    if not isinstance(kwargs, dict):
+        raise UsageError(f"{expected}; kwargs must be a dict, got {type(kwargs).__name__}")
+    return model, tuple(args), kwargs
+
+
+def _hf_options(
+    layers: int | None,
+    settings: Sequence[str] | None,
+    dtype: str | None,
+    tokens: int | None,
+    experts_implementation: str | None,
+) -> dict[str, Any]:
+    """Arguments of `hf.build`, only those that were given."""
+    options: dict[str, Any] = {
+        "layers": layers,
+        "tokens": tokens,
+        "experts_implementation": experts_implementation,
+    }
+    if settings:
+        options["overrides"] = dict(map(_setting, settings))
+    if dtype is not None:
+        value = getattr(torch, dtype, None)
+        if not isinstance(value, torch.dtype) or not value.is_floating_point:
+            _die(
+                f"--dtype must be a floating point type of torch such as bfloat16, got {dtype!r}", _EXIT_USAGE
+            )
+        options["dtype"] = value
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """`key=value`; the value is JSON where it reads as JSON, otherwise a string."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.isidentifier():
+        _die(f"--set must be key=value, got {text!r}", _EXIT_USAGE)
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, {"True": True, "False": False, "None": None}.get(value, value)
+
+
+def _backend_options(mode: str | None, target: str | None, exclude: Sequence[str] | None) -> dict[str, Any]:
+    """Options of the backend, only those that were given."""
+    from moefuse import targets
+
+    kernels = ["auto", *targets.names()]
+    for option, value, allowed in (("--mode", mode, _MODES), ("--target", target, kernels)):
+        if value is not None and value not in allowed:
+            _die(f"{option} must be one of {', '.join(allowed)}, got {value!r}", _EXIT_USAGE)
+    given = {"mode": mode, "target": target, "exclude": list(exclude) if exclude else None}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _report(target: str, model: Mapping[str, Any], options: dict[str, Any], debug: bool) -> Report:
+    """Compile the target's model and hand back its report; errors end the command."""
+    import moefuse
+
+    try:
+        module, args, kwargs = load(target, model)
+    except UsageError as error:
+        if debug:
+            raise
+        _die(str(error), _EXIT_USAGE)
+    try:
+        report: Report = moefuse.explain(module, *args, moefuse_options=options, **kwargs)
+    except Exception as error:
+        if debug:
+            raise
+        _die(f"{type(error).__name__}: {_one_line(error)} (--debug shows the traceback)", _EXIT_FAILED)
+    return report
+
+
+def _print_report(report: Report, as_json: bool) -> None:
+    if as_json:
+        typer.echo(report.to_json())
+    elif sys.stdout.isatty():
+        from rich.console import Console
+
+        from moefuse.report.text import render
+
+        Console().print(render(report))
+    else:
+        typer.echo(str(report))
+
+
+def _exit(report: Report, fail_on_unfused: bool) -> None:
+    if fail_on_unfused and not report.sites:
+        raise typer.Exit(_EXIT_NOTHING)
+    if fail_on_unfused and report.fused < len(report.sites):
+        raise typer.Exit(_EXIT_UNFUSED)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or "no message"
+
+
+def _die(message: str, code: int) -> NoReturn:
+    typer.echo(f"moefuse: {message}", err=True)
+    raise typer.Exit(code)

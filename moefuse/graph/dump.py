@@ -1,0 +1,276 @@
+"""FX graphs as files: text for people and FileCheck, JSON, a networkx graph, Graphviz DOT and SVG.
+
+In: a `torch.fx.GraphModule`. Out: deterministic text (no addresses, no timings), dictionaries with a
+`schema` key, or files. networkx and graphviz are imported by the functions that need them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import fx
+
+from moefuse.graph.source import code_of, layer_of, source_of
+
+if TYPE_CHECKING:
+    import networkx
+
+SCHEMA = "moefuse.graph/1"
+SVG_MAX_NODES = 1000
+"""`write_dump` draws no larger graph: dot takes minutes for them and nobody can read the picture."""
+SVG_SECONDS = 120
+_FUSED = "moefuse."  # operators of this namespace stand out in pictures
+
+
+class _Report(Protocol):
+    """What `write_report` needs of a report: this room knows nothing about the rooms above it."""
+
+    def to_json(self) -> str: ...
+
+
+def to_text(gm: fx.GraphModule) -> str:
+    """One line per node: `%name : dtype[sizes] = target(arguments)  # layer @ file:line`.
+
+    Subgraphs (branches of cond, checkpointed regions) follow under their own heading.
+    """
+    lines = []
+    for node in gm.graph.nodes:
+        if node.op == "output":
+            lines.append(f"return {_show(node.args[0])}")
+            continue
+        value = f" : {_value_text(node)}" if _value(node) is not None else ""
+        origin = " @ ".join(part for part in (layer_of(node), source_of(node)) if part)
+        lines.append(f"%{node.name}{value} = {_call_text(node)}" + (f"  # {origin}" if origin else ""))
+    text = "\n".join(lines) + "\n"
+    for name, subgraph in _subgraphs(gm).items():
+        text += f"\ngraph {name}:\n{to_text(subgraph)}"
+    return text
+
+
+def to_dict(gm: fx.GraphModule) -> dict[str, Any]:
+    """The graph as JSON-ready data; `shape` and `dtype` are None for nodes that aren't one tensor.
+
+    Sizes are integers, or strings where symbolic. `inputs` are the names of the nodes that this one reads.
+    """
+    nodes = [
+        {
+            "name": node.name,
+            "op": node.op,
+            "target": _target(node.target),
+            "args": _call_text(node).partition("(")[2][:-1] if node.op.startswith("call") else "",
+            "inputs": [source.name for source in node.all_input_nodes],
+            "shape": _shape(node),
+            "dtype": _dtype(node),
+            "layer": layer_of(node),
+            "source": source_of(node),
+            "code": code_of(node),
+        }
+        for node in gm.graph.nodes
+    ]
+    subgraphs = {name: to_dict(subgraph) for name, subgraph in _subgraphs(gm).items()}
+    return {"schema": SCHEMA, "nodes": nodes, "subgraphs": subgraphs}
+
+
+def to_json(gm: fx.GraphModule) -> str:
+    """`to_dict` as indented JSON text."""
+    return json.dumps(to_dict(gm), indent=1) + "\n"
+
+
+def to_networkx(gm: fx.GraphModule) -> networkx.DiGraph:
+    """The data flow: a vertex per node with `to_dict`'s attributes, edges from producer to consumer."""
+    import networkx
+
+    graph = networkx.DiGraph()
+    for entry in to_dict(gm)["nodes"]:
+        graph.add_node(entry["name"], **{key: entry[key] for key in entry if key not in ("name", "inputs")})
+        graph.add_edges_from((source, entry["name"]) for source in entry["inputs"])
+    return graph
+
+
+def to_dot(gm: fx.GraphModule) -> str:
+    """Graphviz DOT text: a box per node, a frame per module, fused nodes filled.
+
+    Raises:
+        ImportError: the `graphviz` Python package is missing.
+    """
+    try:
+        import graphviz
+    except ImportError as error:
+        raise ImportError("DOT output needs the graphviz package: pip install 'moefuse[graph]'") from error
+    dot = graphviz.Digraph(node_attr={"shape": "box", "fontname": "monospace", "fontsize": "10"})
+    layers: dict[str, Any] = {}
+    for node in gm.graph.nodes:
+        target = _target(node.target)
+        label = f"{node.name}\n{target}\n{_value_text(node)}" if _value(node) is not None else node.name
+        look = {"style": "filled", "fillcolor": "orange"} if target.startswith(_FUSED) else {}
+        layer = "" if node.op in ("placeholder", "get_attr") else layer_of(node)
+        if layer and layer not in layers:
+            # Graphviz draws a frame only around a subgraph whose name starts with "cluster".
+            layers[layer] = graphviz.Digraph(f"cluster_{layer}", graph_attr={"label": layer, "color": "gray"})
+        layers.get(layer, dot).node(node.name, graphviz.escape(label), **look)
+        for source in node.all_input_nodes:
+            dot.edge(source.name, node.name)
+    for cluster in layers.values():
+        dot.subgraph(cluster)
+    return str(dot.source)
+
+
+def to_svg(gm: fx.GraphModule, path: str | Path) -> Path:
+    """Draw the graph as SVG at `path`; the DOT text is written beside it first and stays whatever happens.
+
+    Raises:
+        ImportError: the `graphviz` Python package is missing.
+        RuntimeError: Graphviz's `dot` program isn't installed, fails, or needs over two minutes.
+    """
+    path = Path(path)
+    source = path.with_suffix(".dot")
+    source.write_text(to_dot(gm), encoding="utf-8")
+    program = shutil.which("dot")
+    if program is None:
+        raise RuntimeError(
+            f"SVG output needs Graphviz's dot program on PATH (install the system package graphviz); "
+            f"the graph was written as {source}"
+        )
+    try:
+        command = [program, "-Tsvg", str(source), "-o", str(path)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=SVG_SECONDS)
+    except subprocess.CalledProcessError as error:
+        raise RuntimeError(f"dot couldn't draw {source}: {error.stderr.strip()}") from error
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"dot needed more than {SVG_SECONDS} s to draw {source}") from error
+    return path
+
+
+def write_dump(directory: str | Path, index: int, stage: str, gm: fx.GraphModule) -> list[Path]:
+    """Write one stage of graph number `index` as `graph0.before.txt`, `.json`, `.dot` and `.svg`.
+
+    DOT needs the graphviz package; SVG also the dot program and at most `SVG_MAX_NODES` nodes. A compile
+    must not fail for a missing picture, so these two are left out where they can't be made.
+
+    Returns:
+        The files that were written.
+    """
+    base = Path(directory) / f"graph{index}.{stage}"
+    base.parent.mkdir(parents=True, exist_ok=True)
+    # with_suffix would cut ".before" off.
+    written = [Path(f"{base}.txt"), Path(f"{base}.json")]
+    written[0].write_text(to_text(gm), encoding="utf-8")
+    written[1].write_text(to_json(gm), encoding="utf-8")
+    try:
+        dot, svg = Path(f"{base}.dot"), Path(f"{base}.svg")
+        dot.write_text(to_dot(gm), encoding="utf-8")
+        written.append(dot)
+        if shutil.which("dot") and len(gm.graph.nodes) <= SVG_MAX_NODES:
+            written.append(to_svg(gm, svg))
+    except (ImportError, RuntimeError) as error:
+        logging.getLogger(__name__).info("graph%d.%s: no picture: %s", index, stage, error)
+    return written
+
+
+def write_report(directory: str | Path, report: _Report) -> list[Path]:
+    """Write `report.txt` (as printed) and `report.json` into `directory`."""
+    base = Path(directory)
+    base.mkdir(parents=True, exist_ok=True)
+    written = [base / "report.txt", base / "report.json"]
+    written[0].write_text(f"{report}\n", encoding="utf-8")
+    written[1].write_text(report.to_json() + "\n", encoding="utf-8")
+    return written
+
+
+def _subgraphs(gm: fx.GraphModule) -> dict[str, fx.GraphModule]:
+    """Graph modules that the graph's `get_attr` nodes name, in graph order."""
+    found = {}
+    for node in gm.graph.find_nodes(op="get_attr"):
+        value = _attribute(gm, str(node.target))
+        if isinstance(value, fx.GraphModule):
+            found[str(node.target)] = value
+    return found
+
+
+def _attribute(module: Any, path: str) -> Any:
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta.get("val", node.meta.get("example_value"))
+
+
+def _shape(node: fx.Node) -> list[int | str] | None:
+    value = _value(node)
+    if not isinstance(value, torch.Tensor):
+        return None
+    return [size if isinstance(size, int) else str(size) for size in value.shape]
+
+
+def _dtype(node: fx.Node) -> str | None:
+    value = _value(node)
+    return str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor) else None
+
+
+def _value_text(node: fx.Node) -> str:
+    return _show_value(_value(node))
+
+
+def _show_value(value: Any) -> str:
+    """A traced value in short: `float32[s0, 64]`, `(int64[8], float32[8])`, `SymInt(s0)`."""
+    if isinstance(value, torch.Tensor):
+        sizes = ", ".join(str(size) for size in value.shape)
+        return f"{str(value.dtype).removeprefix('torch.')}[{sizes}]"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(_show_value(item) for item in value)})"
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return f"{type(value).__name__}({value})"
+    return type(value).__name__
+
+
+def _call_text(node: fx.Node) -> str:
+    target = _target(node.target)
+    if node.op == "placeholder":
+        return node.op  # its target is its name in capitals
+    if node.op == "get_attr":
+        return f"get_attr[{target}]"
+    arguments = [_show(item) for item in node.args]
+    arguments += [f"{name}={_show(item)}" for name, item in node.kwargs.items()]
+    prefix = "." if node.op == "call_method" else ""
+    return f"{prefix}{target}({', '.join(arguments)})"
+
+
+def _target(target: Any) -> str:
+    """A stable name of a node's target; never a repr, which may hold an address."""
+    if isinstance(target, str):
+        return target
+    if isinstance(
+        target, torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator
+    ):
+        return str(target)
+    name = getattr(target, "__name__", None) or type(target).__name__
+    module = getattr(target, "__module__", None)
+    return f"{module}.{name}" if module else str(name)
+
+
+def _show(item: Any) -> str:
+    """An argument as text, nodes as `%name`."""
+    if isinstance(item, fx.Node):
+        return f"%{item.name}"
+    if isinstance(item, list | tuple):
+        inner = ", ".join(_show(part) for part in item)
+        return f"[{inner}]" if isinstance(item, list) else f"({inner}{',' if len(item) == 1 else ''})"
+    if isinstance(item, dict):
+        return "{" + ", ".join(f"{key!r}: {_show(part)}" for key, part in item.items()) + "}"
+    if isinstance(item, slice):
+        ends = [item.start, item.stop] + ([] if item.step is None else [item.step])
+        return ":".join("" if end is None else _show(end) for end in ends)
+    if isinstance(item, torch.Tensor):
+        return _show_value(item)
+    if callable(item) and not isinstance(item, torch.dtype):
+        return _target(item)
+    text = repr(item)
+    return f"<{type(item).__name__}>" if " at 0x" in text else text

@@ -1,0 +1,93 @@
+"""In: a functional ATen graph from `capture`, fused or not. Out: the callable that runs it.
+
+The inner compiler is Inductor or plain PyTorch. What AOTAutograd reads from a Dynamo graph (where
+inputs come from, which of them are static, cache identity) is copied from the original graph, so that
+caches, CUDA graphs and guards on equal parameters behave as they would without moefuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from moefuse.graph.capture import is_control_flow
+
+__all__ = ["INNER_COMPILERS", "compile_inner", "is_control_flow"]
+
+INNER_COMPILERS = ("inductor", "eager")
+
+# Dynamo's facts about a graph that AOTAutograd looks up by these names.
+_GRAPH_ATTRIBUTES = (
+    "_param_name_to_source",
+    "_source_to_user_stacks",
+    "_backend_id",
+    "compile_subgraph_reason",
+)
+
+
+def compile_inner(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    inner: str,
+    *,
+    inductor_options: Mapping[str, Any] | None = None,
+    original: fx.GraphModule | None = None,
+) -> Callable[..., Any]:
+    """Compile the functional graph `gm` for inputs like `example_inputs`.
+
+    gm: placeholders as in the original graph, a tuple as output. Inductor may change it.
+    inner: "inductor" or "eager". Both results can be differentiated.
+    inductor_options: Inductor config entries, as `torch._inductor.list_mode_options(mode)` gives.
+    original: the Dynamo graph that `gm` was captured from, if any.
+    Raises ValueError for an unknown `inner`, or for options that `inner` doesn't take.
+    """
+    if inner not in INNER_COMPILERS:
+        raise ValueError(f"inner: expected one of {', '.join(INNER_COMPILERS)}, got {inner!r}")
+    if inner == "eager" and inductor_options:
+        raise ValueError(
+            f"inductor_options: expected none with inner='eager', got {sorted(inductor_options)}"
+        )
+    if original is not None:
+        _copy_dynamo_facts(original, gm)
+    # Capture wrote every cast into the graph. With autocast on, the compiler, and fallback kernels
+    # at run time, would cast a second time, also inside regions that had switched it off.
+    ambient = torch._C._is_any_autocast_enabled()
+    with torch._C._DisableAutocast():
+        run = gm.forward if inner == "eager" else _inductor(gm, example_inputs, inductor_options)
+    return _without_autocast(run) if ambient else run
+
+
+def _inductor(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any] | None
+) -> Callable[..., Any]:
+    from torch._inductor.compile_fx import compile_fx
+
+    compiled = compile_fx(gm, example_inputs, config_patches=dict(options or {}))
+    return cast(Callable[..., Any], compiled)
+
+
+def _without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        with torch._C._DisableAutocast():
+            return run(*args)
+
+    return call
+
+
+def _copy_dynamo_facts(original: fx.GraphModule, gm: fx.GraphModule) -> None:
+    for key, value in original.meta.items():
+        gm.meta.setdefault(key, value)
+    for name in _GRAPH_ATTRIBUTES:
+        if hasattr(original, name):
+            setattr(gm, name, getattr(original, name))
+    olds, news = original.graph.find_nodes(op="placeholder"), gm.graph.find_nodes(op="placeholder")
+    if len(olds) != len(news):
+        raise ValueError(f"original: expected {len(news)} placeholders as in gm, got {len(olds)}")
+    for old, new in zip(olds, news, strict=True):
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source
+        if "tensor_dict" in old.meta:  # says which inputs are static, for CUDA graphs
+            new.meta["tensor_dict"] = old.meta["tensor_dict"]

@@ -1,0 +1,6 @@
+"""The mega_moe operator: schema, arguments, fake, gradient and activations.
+
+In: nothing. Out: importing this room registers `torch.ops.moefuse.mega_moe` and `mega_moe_backward`.
+"""
+
+import moefuse.ops.mega_moe  # noqa: F401  (registers the operators)

@@ -1,0 +1,164 @@
+"""The gradient of mega_moe, as a second operator `moefuse::mega_moe_backward`.
+
+In: the gradient of y and the inputs of the forward call. Out: the gradients that are needed, flat, in the
+order x, topk_weights, weight1, weight2, bias1, bias2. Each expert's rows are recomputed under autograd from
+its plain formula (expert.py), one expert at a time, so the forward pass saves nothing but its inputs.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from moefuse.ops.expert import ExpertTensors, expert_rows, of_expert, sum_dtype
+from moefuse.ops.library import LIBRARY, TAGS
+from moefuse.ops.options import Options
+
+_T = TypeVar("_T")
+
+_SCHEMA = (
+    "mega_moe_backward(Tensor grad_y, Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor[] weight1,"
+    " Tensor[] weight2, Tensor[] bias1, Tensor[] bias2, *, bool[] needs, int num_experts, int ep_world_size=1,"
+    " bool transpose_weight1=True, bool transpose_weight2=True, str gate_up='concat',"
+    " str activation='swiglu', float[] activation_params=[], str activation_program='',"
+    " str weight_position='output') -> Tensor[]"
+)
+
+
+class MegaMoeFunction(torch.autograd.Function):
+    """mega_moe under autograd: saves the inputs, and nothing of the forward computation."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        call: Callable[..., tuple[Tensor, Tensor]],
+        constants: dict[str, Any],
+        lengths: Sequence[int],
+        context: Tensor | None,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *flat: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """`call` is the operator below autograd; `flat` the four tensor lists, `lengths` long, one after another."""
+        ctx.save_for_backward(x, topk_ids, topk_weights, *flat)
+        ctx.lengths = lengths
+        ctx.constants = {k: v for k, v in constants.items() if k not in ("target", "output_dtype")}
+        y, nums = call(context, x, topk_ids, topk_weights, *_cut(flat, lengths), **constants)
+        ctx.mark_non_differentiable(nums)
+        return y, nums
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor, _grad_nums: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        """Gradients in the order of forward's arguments, None where none is needed."""
+        x, topk_ids, topk_weights, *flat = ctx.saved_tensors
+        lists = _cut(flat, ctx.lengths)
+        _, _, _, _, need_x, _, need_weights, *need_flat = ctx.needs_input_grad
+        needs = [need_x, need_weights, *(any(need) for need in _cut(need_flat, ctx.lengths))]
+        grads = iter(
+            torch.ops.moefuse.mega_moe_backward(
+                grad_y, x, topk_ids, topk_weights, *lists, needs=needs, **ctx.constants
+            )
+        )
+        grad_x = next(grads) if need_x else None
+        grad_weights = next(grads) if need_weights else None
+        of_lists = [
+            next(grads) if need else None
+            for tensors, need in zip(lists, needs[2:], strict=True)
+            for _ in tensors
+        ]
+        return None, None, None, None, grad_x, None, grad_weights, *of_lists
+
+
+def _cut(flat: Sequence[_T], lengths: Sequence[int]) -> list[list[_T]]:
+    """Undo the concatenation of lists of these lengths."""
+    items = iter(flat)
+    return [list(islice(items, length)) for length in lengths]
+
+
+def _run(
+    grad_y: Tensor,
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    weight1: Sequence[Tensor],
+    weight2: Sequence[Tensor],
+    bias1: Sequence[Tensor],
+    bias2: Sequence[Tensor],
+    *,
+    needs: Sequence[bool],
+    **constants: Any,
+) -> list[Tensor]:
+    options = Options(**constants)
+    if options.ep_world_size != 1:
+        raise ValueError(f"mega_moe_backward: ep_world_size: expected 1, got {options.ep_world_size}")
+    dtype = sum_dtype(x.dtype)
+    grad_y = grad_y.to(dtype)
+    # rows of several experts meet in these two, so they are summed wide and rounded once
+    grad_x = torch.zeros(x.shape, dtype=dtype, device=x.device)
+    grad_weights = torch.zeros(topk_weights.shape, dtype=topk_weights.dtype, device=x.device)
+    lists = (weight1, weight2, bias1, bias2)
+    grad_lists = tuple([torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in ts] for ts in lists)
+    for expert in range(options.num_experts):
+        token, slot = torch.where(topk_ids == expert)
+        if token.numel() == 0:
+            continue
+        tensors = _views(lists, expert, options)
+        targets = _views(grad_lists, expert, options)
+        grads = _expert_gradients(grad_y[token], x[token], topk_weights[token, slot], tensors, options)
+        grad_x.index_add_(0, token, grads[0].to(dtype))
+        grad_weights[token, slot] = grads[1]
+        for target, grad in zip((t for part in targets for t in part), grads[2:], strict=True):
+            target.copy_(grad)
+    groups = ([grad_x.to(x.dtype)], [grad_weights], *grad_lists)
+    return [grad for group, need in zip(groups, needs, strict=True) if need for grad in group]
+
+
+def _views(lists: Sequence[Sequence[Tensor]], expert: int, options: Options) -> ExpertTensors:
+    dims = (3, 3, 2, 2)
+    parts = [of_expert(ts, expert, options.num_experts, dim) for ts, dim in zip(lists, dims, strict=True)]
+    return ExpertTensors(*parts)
+
+
+def _expert_gradients(
+    grad: Tensor, x: Tensor, weights: Tensor, tensors: ExpertTensors, options: Options
+) -> list[Tensor]:
+    """Gradients of one expert's rows [n, O]: of x [n, H], of the routing weights [n], then of its tensors."""
+    with torch.enable_grad():
+        inputs = [t.detach().requires_grad_() for t in (x, weights, *(t for part in tensors for t in part))]
+        lists = iter(inputs[2:])
+        own = ExpertTensors(*(tuple(next(lists) for _ in part) for part in tensors))
+        rows = expert_rows(inputs[0], inputs[1], own, options, grad.dtype)
+        if not rows.requires_grad:
+            return [torch.zeros_like(t) for t in inputs]
+        return list(torch.autograd.grad(rows, inputs, grad, materialize_grads=True))
+
+
+def _fake(
+    grad_y: Tensor,
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    weight1: Sequence[Tensor],
+    weight2: Sequence[Tensor],
+    bias1: Sequence[Tensor],
+    bias2: Sequence[Tensor],
+    *,
+    needs: Sequence[bool],
+    **constants: Any,
+) -> list[Tensor]:
+    groups = ((x,), (topk_weights,), weight1, weight2, bias1, bias2)
+    wanted = (t for group, need in zip(groups, needs, strict=True) if need for t in group)
+    return [t.new_empty(t.shape) for t in wanted]
+
+
+def _no_second_gradient(ctx: Any, *grads: Any) -> None:
+    raise NotImplementedError("mega_moe: gradients of gradients are not supported")
+
+
+LIBRARY.define(_SCHEMA, tags=TAGS)
+LIBRARY.impl("mega_moe_backward", _run, "CompositeExplicitAutograd")
+torch.library.register_fake("moefuse::mega_moe_backward", _fake, lib=LIBRARY)
+torch.library.register_autograd("moefuse::mega_moe_backward", _no_second_gradient, lib=LIBRARY)

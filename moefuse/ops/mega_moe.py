@@ -1,0 +1,103 @@
+"""`torch.ops.moefuse.mega_moe`: one Mixture-of-Experts layer as one operator.
+
+In: tokens, routing, weights as they lie in memory, and constants (see `spec.py` for the formula).
+Out: y [T, O] and the slots that each expert received. Functional, differentiable (through
+`mega_moe_backward`, in gradient.py), with a symbolic token count; ids outside 0..E-1 contribute nothing.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from moefuse.ops.gradient import MegaMoeFunction
+from moefuse.ops.kernels import kernel
+from moefuse.ops.library import LIBRARY, TAGS
+from moefuse.ops.options import Options, check_arguments
+
+# Weights are lists: one stacked 3-D tensor per part ([E, N, H] when transposed, else [E, H, N]; two parts, gate
+# and up, for gate_up="separate") or one 2-D tensor per expert (all gates before all ups). Biases alike.
+_SCHEMA = (
+    "mega_moe(Tensor? context, Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor[] weight1, Tensor[] weight2,"
+    " Tensor[] bias1, Tensor[] bias2, *, int num_experts, int ep_world_size=1,"
+    " bool transpose_weight1=True, bool transpose_weight2=True, str gate_up='concat',"
+    " str activation='swiglu', float[] activation_params=[], str activation_program='',"
+    " str weight_position='output', ScalarType? output_dtype=None, str target='reference')"
+    " -> (Tensor y, Tensor expert_token_nums)"
+)
+
+
+def _run(
+    context: Tensor | None,
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    weight1: Sequence[Tensor],
+    weight2: Sequence[Tensor],
+    bias1: Sequence[Tensor],
+    bias2: Sequence[Tensor],
+    *,
+    target: str = "reference",
+    **constants: Any,
+) -> tuple[Tensor, Tensor]:
+    options = Options(**constants)
+    check_arguments(x, topk_ids, topk_weights, weight1, weight2, bias1, bias2, options)
+    return kernel(target)(context, x, topk_ids, topk_weights, weight1, weight2, bias1, bias2, options)
+
+
+def _fake(
+    context: Tensor | None,
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    weight1: Sequence[Tensor],
+    weight2: Sequence[Tensor],
+    bias1: Sequence[Tensor],
+    bias2: Sequence[Tensor],
+    *,
+    target: str = "reference",
+    **constants: Any,
+) -> tuple[Tensor, Tensor]:
+    options = Options(**constants)
+    out_features = check_arguments(x, topk_ids, topk_weights, weight1, weight2, bias1, bias2, options)
+    kernel(target)
+    y = x.new_empty((x.shape[0], out_features), dtype=options.output_dtype or x.dtype)
+    return y, x.new_empty((options.local_experts,), dtype=torch.int32)
+
+
+def _below_autograd(keyset: torch._C.DispatchKeySet, args: Sequence[Any], constants: dict[str, Any]) -> Any:
+    """Run what lies under autograd: straight the implementation, or the dispatcher where a mode or a subclass waits.
+
+    The second walk through the dispatcher costs as much as the first, which matters at one token.
+    """
+    below = keyset & torch._C._after_ADInplaceOrView_keyset
+    if below.highestPriorityTypeId() in _PLAIN_KEYS:
+        return _run(*args, **constants)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _OP.redispatch(keyset & torch._C._after_autograd_keyset, *args, **constants)
+
+
+def _autograd(keyset: torch._C.DispatchKeySet, *args: Any, **constants: Any) -> tuple[Tensor, Tensor]:
+    if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+        return cast(tuple[Tensor, Tensor], _below_autograd(keyset, args, constants))
+    lists = args[4:]
+    return cast(
+        tuple[Tensor, Tensor],
+        MegaMoeFunction.apply(
+            lambda *inputs, **kwargs: _below_autograd(keyset, inputs, kwargs),
+            constants,
+            [len(tensors) for tensors in lists],
+            *args[:4],
+            *(tensor for tensors in lists for tensor in tensors),
+        ),
+    )
+
+
+_PLAIN_KEYS = frozenset((torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA, torch._C.DispatchKey.PrivateUse1))
+
+LIBRARY.define(_SCHEMA, tags=TAGS)
+_OP = torch.ops.moefuse.mega_moe.default
+LIBRARY.impl("mega_moe", _run, "CompositeExplicitAutograd")
+LIBRARY.impl("mega_moe", _autograd, "Autograd", with_keyset=True)
+torch.library.register_fake("moefuse::mega_moe", _fake, lib=LIBRARY)

@@ -1,0 +1,89 @@
+"""The options of the backend: names, types, defaults, and clear errors for everything else.
+
+In: the dict that a user gives to `torch.compile(options=...)`. Out: `Options`.
+"""
+
+import difflib
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+MODES = ("auto", "on", "off")
+
+
+class OptionError(ValueError):
+    """An option that doesn't exist or has an impossible value; the message names it, and what was expected."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `options` may hold.
+
+    mode: "auto" fuses what the policy allows and leaves the rest with a reason; "on" makes every rejection of a
+        MoE layer an error; "off" fuses nothing.
+    target: "auto", or the name of a target such as "cpu" or "reference".
+    inner: the compiler of the rewritten graph, "inductor" or "eager".
+    exclude: module path patterns (as in fnmatch) of layers to leave alone, such as "model.layers.1.*".
+    dump: directory for before/after graphs and verdicts, "" for none.
+    """
+
+    mode: str = "auto"
+    target: str = "auto"
+    inner: str = "inductor"
+    exclude: tuple[str, ...] = ()
+    dump: str = ""
+
+    @staticmethod
+    def parse(given: Mapping[str, Any] | None) -> "Options":
+        """Check a user's options. Raises OptionError naming the option, what was expected and what came."""
+        known = {field.name: field for field in fields(Options)}
+        values: dict[str, Any] = {}
+        for name, value in (given or {}).items():
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise OptionError(f"options: unknown option {name!r}{hint} (known: {', '.join(known)})")
+            values[name] = _PARSERS[name](name, value)
+        return Options(**values)
+
+    def excluded(self, layer: str) -> str:
+        """The first exclude pattern that the module path matches, "" when none does."""
+        return next((pattern for pattern in self.exclude if fnmatch.fnmatchcase(layer, pattern)), "")
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise OptionError(f"options[{name!r}]: expected a string, got {type(value).__name__} {value!r}")
+    return value
+
+
+def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise OptionError(f"options[{name!r}]: expected one of {', '.join(allowed)}, got {value!r}")
+    return str(value)
+
+
+def _mode(name: str, value: Any) -> str:
+    return _one_of(name, value, MODES)
+
+
+def _target(name: str, value: Any) -> str:
+    from moefuse import targets
+
+    return _one_of(name, value, ("auto", *targets.names()))
+
+
+def _inner(name: str, value: Any) -> str:
+    from moefuse.inner import INNER_COMPILERS
+
+    return _one_of(name, value, INNER_COMPILERS)
+
+
+def _exclude(name: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, str) or not all(isinstance(pattern, str) for pattern in value):
+        raise OptionError(f"options[{name!r}]: expected a list of module path patterns, got {value!r}")
+    return tuple(value)
+
+
+_PARSERS = {"mode": _mode, "target": _target, "inner": _inner, "exclude": _exclude, "dump": _text}

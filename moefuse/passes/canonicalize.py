@@ -1,0 +1,53 @@
+"""One spelling for what makes no difference: views that change nothing, and the same view made twice.
+
+In: a functional ATen graph. Out: the same graph with no-op views removed and equal views shared. Only views are
+touched: they alias their input either way, so nothing that the program can observe changes.
+"""
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from moefuse.graph import sizes
+from moefuse.patterns.rules import op_name, value
+
+RESHAPING = {"aten::view", "aten::expand", "aten::unsqueeze", "aten::squeeze", "aten::slice"}
+VIEWS = RESHAPING | {"aten::permute", "aten::transpose", "aten::t", "aten::select", "aten::alias"}
+
+
+def canonicalize(graph: Graph) -> int:
+    """Remove no-op views, share equal ones, drop dead nodes; returns how many nodes went."""
+    before = len(graph.nodes)
+    seen: dict[Hashable, Node] = {}
+    for node in list(graph.nodes):
+        if op_name(node) not in VIEWS:
+            continue
+        twin = node.args[0] if _changes_nothing(node) else seen.setdefault(_key(node), node)
+        if twin is not node and isinstance(twin, Node):
+            node.replace_all_uses_with(twin)
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+    return before - len(graph.nodes)
+
+
+def _changes_nothing(node: Node) -> bool:
+    if op_name(node) not in RESHAPING:
+        return False
+    source, result = value(node.args[0]), value(node)
+    if not isinstance(source, torch.Tensor) or source.dim() != result.dim():
+        return False
+    if op_name(node) == "aten::slice" and len(node.args) > 4 and node.args[4] != 1:
+        return False
+    same_shape = all(sizes.same(a, b) for a, b in zip(source.shape, result.shape, strict=True))
+    return same_shape and all(sizes.same(a, b) for a, b in zip(source.stride(), result.stride(), strict=True))
+
+
+def _key(node: Node) -> Hashable:
+    def freeze(arg: Any) -> Hashable:
+        if isinstance(arg, list | tuple):
+            return tuple(freeze(item) for item in arg)
+        return arg if isinstance(arg, Node | int | float | str | bool | type(None)) else repr(arg)
+
+    return node.target, freeze(node.args), freeze(tuple(sorted(node.kwargs.items())))

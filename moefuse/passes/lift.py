@@ -1,0 +1,94 @@
+"""From lifted facts to candidates: every MoE layer of a graph, and everything that looks like one.
+
+In: a functional ATen graph. Out: `Candidate`s in graph order: a `Site` where the meaning was proved, otherwise
+the first thing that stood in the way, with the node it stands at.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from moefuse.graph.source import common_layer, layer_of
+from moefuse.patterns.engine import Lifted, gemms_of, lift
+from moefuse.patterns.facts import Fact, Leaf, Lost
+from moefuse.patterns.rules import op_name, value
+from moefuse.patterns.site import Site
+
+GROUPED = {"aten::_grouped_mm", "transformers::grouped_mm_fallback"}
+BATCHED = {"aten::bmm", "aten::baddbmm"}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A MoE layer (site) or what looks like one (site None, with reason and node)."""
+
+    layer: str
+    node: Node
+    site: Site | None = None
+    reason: str = ""
+
+
+def find(graph: Graph, parameters: frozenset[str]) -> list[Candidate]:
+    """All candidates of the graph, in graph order. parameters: names of the inputs that are parameters."""
+    lifted = lift(graph)
+    found = [Candidate(common_layer([*site.gemms, site.node]), site.node, site) for site in lifted.sites]
+    taken = {gemm for site in lifted.sites for gemm in site.gemms}
+    groups: dict[str, list[Node]] = {}
+    for node in graph.nodes:
+        if node not in taken and _expert_like(node, lifted, parameters):
+            groups.setdefault(layer_of(node), []).append(node)
+    covered = {layer_of(gemm) for gemm in taken}
+    for layer, gemms in groups.items():
+        if layer in covered and layer:
+            continue  # a leftover product beside a complete layer in the same module (a shared expert, a norm)
+        node, reason = _why(layer, gemms, lifted)
+        found.append(Candidate(layer, node, None, reason))
+    return sorted(found, key=lambda candidate: candidate.node)
+
+
+def _expert_like(node: Node, lifted: Lifted, parameters: frozenset[str]) -> bool:
+    """A product with stacked weights: grouped, or batched over a three-dimensional parameter."""
+    if op_name(node) in GROUPED:
+        return True
+    fact = lifted.facts.get(node)
+    if isinstance(fact, Fact) and node in gemms_of(fact.expr):
+        return True
+    if op_name(node) not in BATCHED:
+        return False
+    return any(_stacked_parameter(arg, lifted, parameters) for arg in node.all_input_nodes)
+
+
+def _stacked_parameter(node: Node, lifted: Lifted, parameters: frozenset[str]) -> bool:
+    fact = lifted.facts.get(node)
+    root = fact.expr.node if isinstance(fact, Fact) and isinstance(fact.expr, Leaf) else node
+    return root.name in parameters and isinstance(value(root), torch.Tensor) and value(root).dim() == 3
+
+
+def _why(layer: str, gemms: list[Node], lifted: Lifted) -> tuple[Node, str]:
+    """The first loss that concerns a layer: at its GEMMs or behind them, by the order of the graph."""
+    downstream = _reached(gemms)
+    losses = sorted((node for node in lifted.losses if node in downstream), key=lambda node: node)
+    if not losses:
+        text = "no rule connects its weights to a routing: no sorted, gathered or scattered ids reach it"
+        return gemms[0], f"`{gemms[0].name}`: {text}"
+    loss = lifted.losses[losses[0]]
+    return loss.root.node, explain(loss)
+
+
+def explain(loss: Lost) -> str:
+    """A loss in words, with the chain of causes: `what`, because `node`: `what` ..."""
+    text = f"`{loss.node.name}`: {loss.reason}"
+    return text if loss.cause is None else f"{text}, because {explain(loss.cause)}"
+
+
+def _reached(gemms: list[Node]) -> set[Node]:
+    """The GEMMs and all that depends on them."""
+    reached = set(gemms)
+    stack = list(gemms)
+    while stack:
+        for user in stack.pop().users:
+            if user not in reached:
+                reached.add(user)
+                stack.append(user)
+    return reached

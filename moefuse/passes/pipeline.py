@@ -1,0 +1,107 @@
+"""The passes in order: canonicalize, lift, decide, fuse. One verdict per layer.
+
+In: a functional ATen graph with fake values (`graph.capture`). Out: the graph, rewritten where layers were
+accepted, and a `LayerReport` for every MoE layer and everything that looks like one.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from torch.fx import Graph, GraphModule, Node
+
+from moefuse import policy
+from moefuse.graph.source import source_of
+from moefuse.options import Options
+from moefuse.passes.canonicalize import canonicalize
+from moefuse.passes.fuse import escaping, fuse_site
+from moefuse.passes.lift import Candidate, find
+from moefuse.patterns.facts import Conflict
+from moefuse.report.model import LayerReport
+
+
+class RejectedError(RuntimeError):
+    """mode="on": a MoE layer can't be fused. The message names the layers and their reasons."""
+
+
+@dataclass
+class FuseResult:
+    """graph_module: rewritten in place; layers: a verdict each; nodes: the mega_moe calls; CPU seconds a pass."""
+
+    graph_module: GraphModule
+    layers: list[LayerReport] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def run(gm: GraphModule, parameters: frozenset[str], options: Options, *, training: bool = False) -> FuseResult:
+    """Rewrite `gm` in place. Raises RejectedError in mode "on" when a found layer isn't fused."""
+    import moefuse.ops.mega_moe  # noqa: F401  registers the operator
+
+    result = FuseResult(gm)
+    graph = gm.graph
+    with _timed(result.seconds, "canonicalize"):
+        canonicalize(graph)
+    with _timed(result.seconds, "lift"):
+        candidates = find(graph, parameters)
+    with _timed(result.seconds, "fuse"):
+        for candidate in candidates:
+            result.layers.append(_treat(graph, candidate, options, training, result.nodes))
+        if options.mode == "on":
+            _demand(result.layers)
+        if result.nodes:
+            graph.eliminate_dead_code()
+            graph.lint()
+            gm.recompile()
+    return result
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    start = time.process_time()
+    yield
+    seconds[name] = time.process_time() - start
+
+
+def _treat(
+    graph: Graph, candidate: Candidate, options: Options, training: bool, calls: list[Node]
+) -> LayerReport:
+    """The verdict on one candidate, and the rewrite if it is yes."""
+    report = LayerReport(candidate.layer, False, candidate.node.name, source_of(candidate.node))
+    if pattern := options.excluded(candidate.layer):
+        spec = candidate.site.spec if candidate.site else None
+        return replace(report, spec=spec, check="exclude", reason=f"excluded by the option exclude={pattern!r}")
+    if candidate.site is None:
+        return replace(report, check="lift", reason=candidate.reason)
+    site = candidate.site
+    site.spec = replace(site.spec, training=training)
+    decision = policy.decide(site.spec, target=options.target)
+    report = replace(
+        report,
+        spec=site.spec,
+        bytes=site.spec.weight_bytes,
+        target=decision.target,
+        checks=tuple(decision.verdict.checks),
+    )
+    if not decision.ok:
+        return replace(report, check=decision.verdict.check, reason=decision.verdict.reason)
+    if (escape := escaping(site)) is not None:
+        row, user = escape
+        reason = f"the expert rows `{row.name}` are also read by `{user.name}`, outside of the layer"
+        return replace(report, check="escape", reason=reason)
+    try:
+        call = fuse_site(graph, site, decision.target)
+    except Conflict as conflict:
+        return replace(report, check="emit", reason=conflict.reason)
+    calls.append(call)
+    return replace(report, fused=True)
+
+
+def _demand(layers: list[LayerReport]) -> None:
+    rejected = [layer for layer in layers if not layer.fused and layer.check != "exclude"]
+    if rejected:
+        lines = [f"  {layer.layer or '(root)'}: {layer.reason} [{layer.source or layer.node}]" for layer in rejected]
+        raise RejectedError("\n".join([f'mode="on": {len(rejected)} MoE layer(s) not fused', *lines]))
+
+

@@ -1,0 +1,208 @@
+"""The lifting engine: one forward pass that gives every node its fact, or says why it was lost.
+
+In: a functional ATen graph with fake values. Out: `Lifted`: the MoE layers found (sites) and, for the rest, the
+losses. Linear in the number of nodes; a fact is made once, from the facts of its operands.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from moefuse.graph import sizes
+from moefuse.patterns import finalize_routing, grouped_matmul, init_routing, router, structure
+from moefuse.patterns.facts import (
+    Axis,
+    Conflict,
+    Const,
+    Dot,
+    Expr,
+    Fact,
+    Group,
+    Leaf,
+    Lost,
+    Sum,
+    Unifier,
+    fresh,
+)
+from moefuse.patterns.rules import Outcome, op_name, rule_for, value
+from moefuse.patterns.site import Site, assemble
+
+COMPONENTS = (structure, router, init_routing, grouped_matmul, finalize_routing)
+"""The files whose import fills the rule book."""
+
+
+@dataclass
+class Lifted:
+    """sites: complete layers, in graph order; losses: by node; facts: what is known of each node."""
+
+    sites: list[Site] = field(default_factory=list)
+    losses: dict[Node, Lost] = field(default_factory=dict)
+    facts: dict[Node, Fact | tuple[Fact | None, ...]] = field(default_factory=dict)
+
+
+def lift(graph: Graph) -> Lifted:
+    """Analyse a graph whose nodes carry `meta["val"]`."""
+    return Lifter().run(graph)
+
+
+class Lifter:
+    """Implements `rules.Lifting`."""
+
+    def __init__(self) -> None:
+        self.result = Lifted()
+        self.forced = False
+
+    # --- what rules ask for ------------------------------------------------------------------------------
+
+    def fact(self, arg: Any) -> Fact:
+        """See `rules.Lifting`. Axes are fresh on every call, so that facts can be combined without capture."""
+        if not isinstance(arg, Node):
+            return Fact(Const(float(arg)) if isinstance(arg, int | float) else Const(0.0), ())
+        known = self.result.facts.get(arg)
+        if isinstance(known, Fact):
+            return fresh(known)
+        return leaf_fact(arg)
+
+    def expand(self, expr: Expr, opaque: Callable[[Leaf], bool]) -> Expr:
+        """See `rules.Lifting`. A leaf whose node no rule can open stays as it is."""
+        if not isinstance(expr, Leaf):
+            return expr.rebuilt(lambda part: self.expand(part, opaque))
+        if not opaque(expr) or (opened := self._open(expr)) is None:
+            return expr
+        return self.expand(opened, opaque)
+
+    def _open(self, leaf: Leaf) -> Expr | None:
+        outcome = self._forced(leaf.node)
+        if not isinstance(outcome, Fact) or (isinstance(outcome.expr, Leaf) and outcome.expr.node is leaf.node):
+            return None
+        unifier = Unifier()
+        for have, want in zip(outcome.dims, leaf.index, strict=True):
+            if have:
+                unifier.unify(want, have)
+        return unifier.expr(outcome.expr)
+
+    def _forced(self, node: Node) -> Outcome:
+        if op_name(node) == "getitem":
+            pieces = self._forced(node.args[0])  # type: ignore[arg-type]
+            return pieces[node.args[1]] if isinstance(pieces, tuple) else None  # type: ignore[index]
+        rule = rule_for(node)
+        if rule is None:
+            return None
+        before, self.forced = self.forced, True
+        try:
+            outcome = rule(self, node)
+        finally:
+            self.forced = before
+        return fresh(outcome) if isinstance(outcome, Fact) else outcome
+
+    # --- the pass ----------------------------------------------------------------------------------------
+
+    def run(self, graph: Graph) -> Lifted:
+        """Visit every node once, in order; then close layers that end without a sum (one slot per token)."""
+        for node in graph.nodes:
+            if node.op == "call_function":
+                self._visit(node)
+        self._close_single_slot(graph)
+        self.result.sites.sort(key=_position(graph))
+        return self.result
+
+    def _visit(self, node: Node) -> None:
+        try:
+            outcome = self._outcome(node)
+        except Conflict as conflict:
+            self._lose(node, conflict)
+            return
+        if isinstance(outcome, tuple) and any(outcome):
+            self.result.facts[node] = outcome
+        if not isinstance(outcome, Fact):
+            if outcome is None:
+                self._forget(node)
+            return
+        if isinstance(outcome.expr, Sum) and outcome.expr.hard:
+            self._close(node, outcome)
+            return
+        self.result.facts[node] = outcome
+
+    def _outcome(self, node: Node) -> Outcome:
+        if op_name(node) == "getitem":
+            known = self.result.facts.get(node.args[0])  # type: ignore[call-overload]
+            index = node.args[1]
+            return known[index] if isinstance(known, tuple) and isinstance(index, int) else None
+        rule = rule_for(node)
+        if rule is None or not isinstance(value(node), torch.Tensor | tuple | list):
+            return None
+        return rule(self, node)
+
+    def _close(self, node: Node, fact: Fact) -> None:
+        """A sum over slots: either a complete layer, or a loss with the reason why it isn't."""
+        try:
+            self.result.sites.append(assemble(self, node, fact.expr, fact.dims))
+        except Conflict as conflict:
+            self._lose(node, conflict)
+
+    def _close_single_slot(self, graph: Graph) -> None:
+        """K = 1 needs no sum: the last node that is a complete layer is the output."""
+        taken = {gemm for site in self.result.sites for gemm in site.gemms}
+        closed: dict[Node, Site] = {}
+        for node in graph.nodes:
+            fact = self.result.facts.get(node)
+            if not isinstance(fact, Fact) or not fact.expr.hard or fact.sorted or gemms_of(fact.expr) & taken:
+                continue
+            try:
+                closed[node] = assemble(self, node, fact.expr, fact.dims)
+            except Conflict:
+                continue
+        for node, site in closed.items():
+            if not any(user in closed for user in node.users):
+                self.result.sites.append(site)
+
+    # --- losses ------------------------------------------------------------------------------------------
+
+    def _lose(self, node: Node, conflict: Conflict) -> None:
+        if not any(self._meant_something(arg) for arg in node.all_input_nodes):
+            return  # a view of an opaque tensor that doesn't regroup: simply another opaque tensor
+        if conflict.at is not None:
+            cause = self.result.losses.get(conflict.at)
+        else:
+            cause = next((self.result.losses[a] for a in node.all_input_nodes if a in self.result.losses), None)
+        self.result.losses[node] = Lost(conflict.reason, node, cause)
+
+    def _meant_something(self, node: Node) -> bool:
+        known = self.result.facts.get(node)
+        plain = isinstance(known, Fact) and isinstance(known.expr, Leaf | Const) and not known.sorted
+        return node in self.result.losses or (known is not None and not plain)
+
+    def _forget(self, node: Node) -> None:
+        """No rule speaks: a loss where the operands meant something that can't be forgotten silently."""
+        for arg in node.all_input_nodes:
+            known = self.result.facts.get(arg)
+            if isinstance(known, Fact) and known.expr.hard and isinstance(value(node), torch.Tensor):
+                reason = f"no rule says what {op_name(node) or node.op} of expert outputs (`{arg.name}`) means"
+                self.result.losses[node] = Lost(reason, node)
+                return
+
+
+def leaf_fact(node: Node) -> Fact:
+    """A node as an opaque tensor: one fresh axis per dimension."""
+    val = value(node)
+    shape = val.shape if isinstance(val, torch.Tensor) else ()
+    dims: tuple[Group, ...] = tuple(() if sizes.is_one(size) else (Axis(size),) for size in shape)
+    return Fact(Leaf(node, dims), dims)
+
+
+def gemms_of(expr: Expr) -> set[Node]:
+    """The nodes of all expert GEMMs in an expression."""
+    found = {expr.node} if isinstance(expr, Dot) and expr.expert else set()
+    for part in expr.parts():
+        found |= gemms_of(part)
+    return found
+
+
+def _position(graph: Graph) -> Callable[[Site], int]:
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    return lambda site: order[site.node]
+
+

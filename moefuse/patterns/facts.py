@@ -1,0 +1,451 @@
+"""Facts: what a tensor of the graph means, as an expression over index axes.
+
+In: nothing. Out: the vocabulary of the rules. A `Fact(expr, dims)` says: dimension i of the tensor runs over
+the axes `dims[i]` (mixed radix, outermost first), and the element at one index tuple has the value `expr`.
+Axes are bound variables: only their identity and their positions in `dims` matter, never their sizes, so
+equal sizes (T = K, E = H) can't be mistaken for each other.
+
+The same row expression `w * W2 act(W1 x)` holds for grouped, batched and NPU spellings: row order lives in
+`dims` alone. Dispatch is the substitution of one row axis by another.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moefuse.graph import sizes
+from moefuse.graph.sizes import Size
+
+# --- axes and groups -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """A plain index 0..size-1. Two axes are the same only when they are the same object."""
+
+    size: Size
+
+
+@dataclass(frozen=True)
+class Perm:
+    """The order that one particular sort made: position p stands for one slot of the axes `over`.
+
+    sort: the graph node that sorted (its identity); key: the sorted values as an expression over `over`.
+    """
+
+    sort: Node
+    over: "Group"
+    key: "Expr"
+
+    @property
+    def size(self) -> Size:
+        """How many slots there are."""
+        return group_size(self.over)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The index `start + step * value(group)` into a dimension of `size` elements (a slice, or one element)."""
+
+    group: "Group"
+    start: int
+    step: int
+    size: Size = field(compare=False)
+
+
+@dataclass(frozen=True)
+class At:
+    """The index that an integer expression gives (`weight[ids]`), into a dimension of `size` elements."""
+
+    expr: "Expr"
+    size: Size = field(compare=False)
+
+
+Digit = Axis | Perm | Part | At
+Group = tuple[Digit, ...]
+"""One tensor dimension as mixed-radix digits, outermost first. A dimension of size one has no digit."""
+Dims = tuple[Group, ...]
+
+
+def group_size(group: Group) -> Size:
+    """How many values the group takes."""
+    return sizes.product(digit.size for digit in group)
+
+
+# --- expressions -----------------------------------------------------------------------------------------
+
+
+class Expr:
+    """Base of all expressions. Values are immutable; equality is structural, axes by identity."""
+
+    def parts(self) -> Iterator["Expr"]:
+        """The direct sub-expressions."""
+        yield from ()
+
+    def groups(self) -> Iterator[Group]:
+        """The index groups that this expression itself (not its parts) reads."""
+        yield from ()
+
+    @cached_property
+    def hard(self) -> bool:
+        """True when an expert GEMM stands in here: such a fact may not be forgotten silently."""
+        return any(part.hard for part in self.parts())
+
+    @cached_property
+    def axes(self) -> frozenset[Axis]:
+        """The free axes."""
+        found: set[Axis] = set()
+        for group in self.groups():
+            found |= group_axes(group)
+        for part in self.parts():
+            found |= part.axes
+        return frozenset(found - set(self.bound()))
+
+    def bound(self) -> tuple[Axis, ...]:
+        """The axes that this expression sums over."""
+        return ()
+
+    def rebuilt(self, change: Callable[["Expr"], "Expr"]) -> "Expr":
+        """The same expression with each direct sub-expression changed."""
+        return self
+
+
+def group_axes(group: Group) -> set[Axis]:
+    """The free axes of a group, those of its permutations, slices and index expressions included."""
+    found: set[Axis] = set()
+    for digit in group:
+        if isinstance(digit, Axis):
+            found.add(digit)
+        elif isinstance(digit, Perm):
+            found |= group_axes(digit.over)
+        elif isinstance(digit, Part):
+            found |= group_axes(digit.group)
+        else:
+            found |= digit.expr.axes
+    return found
+
+
+@dataclass(frozen=True)
+class Leaf(Expr):
+    """The element of graph node `node` at `index` (one group per dimension of the node)."""
+
+    node: Node
+    index: Dims
+
+    def groups(self) -> Iterator[Group]:
+        yield from self.index
+
+    @property
+    def selectors(self) -> tuple[At, ...]:
+        """The data-dependent digits of the index."""
+        return tuple(digit for group in self.index for digit in group if isinstance(digit, At))
+
+
+@dataclass(frozen=True)
+class Const(Expr):
+    """One number."""
+
+    value: float
+
+
+@dataclass(frozen=True)
+class Pos(Expr):
+    """The integer value of a group of indices: an `arange`, or what an argsort returns."""
+
+    group: Group
+
+    def groups(self) -> Iterator[Group]:
+        yield self.group
+
+
+@dataclass(frozen=True)
+class Op(Expr):
+    """A pointwise operator. `args` holds expressions and plain Python values in schema order."""
+
+    target: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...] = ()
+    node: Node | None = field(default=None, compare=False)
+
+    def parts(self) -> Iterator[Expr]:
+        yield from (arg for arg in self.args if isinstance(arg, Expr))
+
+    def rebuilt(self, change: Callable[[Expr], Expr]) -> Expr:
+        args = tuple(change(arg) if isinstance(arg, Expr) else arg for arg in self.args)
+        return Op(self.target, args, self.kwargs, self.node)
+
+
+@dataclass(frozen=True)
+class Dot(Expr):
+    """The sum over `over` of a * b: what a matrix product computes for one output element."""
+
+    a: Expr
+    b: Expr
+    over: tuple[Axis, ...]
+    expert: bool
+    node: Node = field(compare=False)
+
+    def parts(self) -> Iterator[Expr]:
+        yield from (self.a, self.b)
+
+    def bound(self) -> tuple[Axis, ...]:
+        return self.over
+
+    @cached_property
+    def hard(self) -> bool:
+        """A product with weights that the routing selects is what this analysis looks for."""
+        return self.expert or self.a.hard or self.b.hard
+
+    def rebuilt(self, change: Callable[[Expr], Expr]) -> Expr:
+        return Dot(change(self.a), change(self.b), self.over, self.expert, self.node)
+
+
+@dataclass(frozen=True)
+class Sum(Expr):
+    """The sum of `body` over `over`, added to the graph node `base` where there is one."""
+
+    body: Expr
+    over: tuple[Axis, ...]
+    node: Node = field(compare=False)
+    base: Node | None = None
+
+    def parts(self) -> Iterator[Expr]:
+        yield self.body
+
+    def bound(self) -> tuple[Axis, ...]:
+        return self.over
+
+    def rebuilt(self, change: Callable[[Expr], Expr]) -> Expr:
+        return Sum(change(self.body), self.over, self.node, self.base)
+
+
+@dataclass(frozen=True)
+class OneHot(Expr):
+    """1 where the integer expression `ids` equals the value of `at`, otherwise 0."""
+
+    ids: Expr
+    at: Group
+
+    def parts(self) -> Iterator[Expr]:
+        yield self.ids
+
+    def groups(self) -> Iterator[Group]:
+        yield self.at
+
+
+@dataclass(frozen=True)
+class Dense(Expr):
+    """A value per (token, expert) made from a value per slot: `value` where ids == at, `fill` elsewhere.
+
+    `slots` are the axes over which the slots of one token lie. Where an id repeats within them, one wins.
+    """
+
+    value: Expr
+    ids: Expr
+    slots: tuple[Axis, ...]
+    at: Group
+    fill: float
+
+    def parts(self) -> Iterator[Expr]:
+        yield from (self.value, self.ids)
+
+    def groups(self) -> Iterator[Group]:
+        yield self.at
+
+    def bound(self) -> tuple[Axis, ...]:
+        return self.slots
+
+
+@dataclass(frozen=True)
+class Count(Expr):
+    """How many elements of the integer leaf `ids` (all of them) equal the value of `at`."""
+
+    ids: Leaf
+    at: Group
+
+    def groups(self) -> Iterator[Group]:
+        yield self.at
+
+
+@dataclass(frozen=True)
+class Offs(Expr):
+    """How many elements of `ids` (all of them) are at most the value of `at`: the end of an expert's rows."""
+
+    ids: Leaf
+    at: Group
+
+    def groups(self) -> Iterator[Group]:
+        yield self.at
+
+
+# --- facts -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fact:
+    """The meaning of a tensor: `expr` at one index, `dims` how the tensor's dimensions run over the axes."""
+
+    expr: Expr
+    dims: Dims
+
+    @property
+    def sorted(self) -> bool:
+        """True when a dimension runs in the order of a sort."""
+        return any(isinstance(digit, Perm) for group in self.dims for digit in group)
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Why a node has no fact: the reason in words, the node, and the loss further up that caused it."""
+
+    reason: str
+    node: Node
+    cause: "Lost | None" = None
+
+    @property
+    def root(self) -> "Lost":
+        """The first thing that stood in the way."""
+        return self.cause.root if self.cause is not None else self
+
+
+class Conflict(Exception):
+    """Two index groups can't be made the same, or a rule's demand isn't met. Carries the reason.
+
+    at: the operand that is to blame, so that its own loss can be named as the cause.
+    """
+
+    def __init__(self, reason: str, at: Node | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.at = at
+
+
+# --- substitution and unification ------------------------------------------------------------------------
+
+Binding = Mapping[Axis, Group]
+
+
+def bind_group(group: Group, binding: Binding) -> Group:
+    """The group with axes replaced by groups of the same size."""
+    result: list[Digit] = []
+    for digit in group:
+        if isinstance(digit, Axis):
+            result.extend(binding.get(digit, (digit,)))
+        elif isinstance(digit, Perm):
+            result.append(Perm(digit.sort, bind_group(digit.over, binding), bind(digit.key, binding)))
+        elif isinstance(digit, Part):
+            result.append(Part(bind_group(digit.group, binding), digit.start, digit.step, digit.size))
+        else:
+            result.append(At(bind(digit.expr, binding), digit.size))
+    return tuple(result)
+
+
+def bind(expr: Expr, binding: Binding) -> Expr:
+    """The expression with free axes replaced by groups of the same size.
+
+    Raises Conflict where a leaf would be indexed by a position in sorted order: that is no index into the
+    slots, and two sorts must never be mixed up.
+    """
+    if not binding or expr.axes.isdisjoint(binding):
+        return expr
+    return _BINDERS[type(expr)](expr, binding)
+
+
+def _bind_leaf(expr: Leaf, binding: Binding) -> Expr:
+    index = tuple(bind_group(group, binding) for group in expr.index)
+    for group in index:
+        if any(isinstance(digit, Perm) for digit in group):
+            raise Conflict(f"`{expr.node.name}` is in slot order, the other operand in sorted order")
+    return Leaf(expr.node, index)
+
+
+_BINDERS: dict[type, Callable[[Any, Binding], Expr]] = {
+    Leaf: _bind_leaf,
+    Const: lambda e, b: e,
+    Pos: lambda e, b: Pos(bind_group(e.group, b)),
+    Op: lambda e, b: e.rebuilt(lambda part: bind(part, b)),
+    Dot: lambda e, b: e.rebuilt(lambda part: bind(part, b)),
+    Sum: lambda e, b: e.rebuilt(lambda part: bind(part, b)),
+    OneHot: lambda e, b: OneHot(bind(e.ids, b), bind_group(e.at, b)),
+    Dense: lambda e, b: Dense(bind(e.value, b), bind(e.ids, b), e.slots, bind_group(e.at, b), e.fill),
+    Count: lambda e, b: Count(e.ids, bind_group(e.at, b)),
+    Offs: lambda e, b: Offs(e.ids, bind_group(e.at, b)),
+}
+
+
+def bind_fact(fact: Fact, binding: Binding) -> Fact:
+    """The fact with axes replaced in its dims and its expression alike."""
+    return Fact(bind(fact.expr, binding), tuple(bind_group(group, binding) for group in fact.dims))
+
+
+def fresh(fact: Fact) -> Fact:
+    """The same fact over new axes. Rules that combine or contract facts use it, so that no axis is captured."""
+    old = set().union(*(group_axes(group) for group in fact.dims)) if fact.dims else set()
+    return bind_fact(fact, {axis: (Axis(axis.size),) for axis in old})
+
+
+class Unifier:
+    """Makes index groups of two (fresh) facts the same by binding axes. All or nothing: Conflict otherwise."""
+
+    def __init__(self) -> None:
+        self.binding: dict[Axis, Group] = {}
+
+    def resolve(self, group: Group) -> Group:
+        """The group under everything bound so far."""
+        previous: Group | None = None
+        while group != previous:
+            previous, group = group, bind_group(group, self.binding)
+        return group
+
+    def unify(self, left: Group, right: Group) -> Group:
+        """Make both groups the same and return them; a group of size one broadcasts."""
+        a, b = list(self.resolve(left)), list(self.resolve(right))
+        if not a or not b:
+            return tuple(a or b)
+        result: list[Digit] = []
+        while a and b:
+            result.append(self._digit(a, b))
+        if a or b:
+            raise Conflict(f"{group_size(left)} and {group_size(right)} elements do not line up")
+        return self.resolve(tuple(result))
+
+    def _digit(self, a: list[Digit], b: list[Digit]) -> Digit:
+        """Unify the first digits, splitting the longer one; both lists lose what was unified."""
+        left, right = a.pop(0), b.pop(0)
+        if left == right:
+            return left
+        if isinstance(left, Perm) and isinstance(right, Perm):
+            if left.sort is not right.sort:
+                raise Conflict(f"rows in the order of `{left.sort.name}` meet rows in the order of `{right.sort.name}`")
+            self.unify(left.over, right.over)
+            return left
+        if isinstance(right, Axis) and sizes.same(left.size, right.size):
+            self.binding[right] = (left,)
+            return left
+        if isinstance(left, Axis) and sizes.same(left.size, right.size):
+            self.binding[left] = (right,)
+            return right
+        if isinstance(left, Axis) and isinstance(right, Axis):
+            return self._split(left, right, a, b)
+        raise Conflict(f"{left.size} and {right.size} elements do not line up")
+
+    def _split(self, left: Axis, right: Axis, a: list[Digit], b: list[Digit]) -> Digit:
+        if (rest := sizes.quotient(right.size, left.size)) is not None:
+            tail = Axis(rest)
+            self.binding[right] = (left, tail)
+            b.insert(0, tail)
+            return left
+        if (rest := sizes.quotient(left.size, right.size)) is not None:
+            tail = Axis(rest)
+            self.binding[left] = (right, tail)
+            a.insert(0, tail)
+            return right
+        raise Conflict(f"{left.size} and {right.size} elements do not line up")
+
+    def expr(self, expr: Expr) -> Expr:
+        """The expression under everything bound."""
+        return bind(expr, {axis: self.resolve((axis,)) for axis in self.binding})

@@ -1,0 +1,188 @@
+"""Finalize routing: how expert rows get back to their tokens and are summed over the K slots.
+
+Sums over the slot axes, accumulation by token index, the inverse permutation written by index_put, and scores
+per (token, expert) summed over the experts.
+"""
+
+from torch.fx import Node
+
+from moefuse.graph import sizes
+from moefuse.patterns.facts import (
+    At,
+    Axis,
+    Conflict,
+    Const,
+    Dense,
+    Expr,
+    Fact,
+    Group,
+    Perm,
+    Pos,
+    Sum,
+    Unifier,
+    bind,
+    group_axes,
+    group_size,
+)
+from moefuse.patterns.init_routing import describe_index
+from moefuse.patterns.router import count_of, distinct, vanishes, walk
+from moefuse.patterns.rules import Lifting, Outcome, argument, rule, value
+
+
+@rule("aten::sum")
+def sum_(lift: Lifting, node: Node) -> Outcome:
+    """The sum over some dimensions: the combine, or a count of one-hot ids."""
+    fact = lift.fact(node.args[0])
+    rank = len(fact.dims)
+    dims = argument(node, 1, "dim", None)
+    dims = range(rank) if not dims else [dims] if isinstance(dims, int) else dims
+    summed = {int(d) % rank for d in dims} if rank else set()
+    over = tuple(axis for d in sorted(summed) for axis in _summable(fact, fact.dims[d]))
+    keep = bool(argument(node, 2, "keepdim", False))
+    rest = tuple(() if d in summed else g for d, g in enumerate(fact.dims) if keep or d not in summed)
+    if (count := count_of(fact, set(over))) is not None:
+        return Fact(count.expr, rest)
+    expr = fact.expr
+    if not expr.hard:
+        expr = scored_experts(lift, expr, over)
+    if not expr.hard:
+        return None
+    return Fact(choose_experts(Sum(expr, over, node)), rest)
+
+
+def _summable(fact: Fact, group: Group) -> tuple[Axis, ...]:
+    axes = tuple(digit for digit in group if isinstance(digit, Axis))
+    if len(axes) != len(group) and fact.expr.hard:
+        raise Conflict("expert rows are summed in sorted order")
+    return axes
+
+
+def scored_experts(lift: Lifting, expr: Expr, over: tuple[Axis, ...]) -> Expr:
+    """Open leaves that hold a value per (token, expert, feature), if scores per (token, expert) weigh them."""
+    dense = [e for e in walk(expr) if isinstance(e, Dense) and group_axes(e.at) and group_axes(e.at) <= set(over)]
+    if not dense:
+        return expr
+    experts = group_axes(dense[0].at)
+    tokens = dense[0].ids.axes - set(dense[0].slots)
+    return lift.expand(expr, lambda leaf: not leaf.axes.isdisjoint(experts) and leaf.axes >= tokens | experts)
+
+
+def choose_experts(total: Sum) -> Expr:
+    """sum over e of F(e, score[t, e]) = sum over k of F(ids[t, k], w[t, k]), where F(e, 0) = 0.
+
+    The sum over all experts of rows weighed by scattered scores becomes the sum over the chosen slots. Holds
+    where the ids of a token are distinct and experts that weren't chosen add nothing.
+    """
+    dense = [e for e in walk(total.body) if isinstance(e, Dense)]
+    if not dense:
+        return total
+    score = dense[0]
+    if any(d.ids != score.ids or d.at != score.at for d in dense):
+        raise Conflict("expert rows are weighed by scores of two different routings")
+    if len(score.at) != 1 or not isinstance(score.at[0], Axis) or total.over != score.at:
+        raise Conflict("rows of all experts are not summed over exactly the experts")
+    if not distinct(score.ids, score.slots):
+        raise Conflict("ids may repeat within a token: scattered scores keep only one of them")
+    if not vanishes(total.body, score):
+        raise Conflict("experts that were not chosen add something: the sum over all experts isn't over the slots")
+    body = _replace_dense(total.body, score)
+    return Sum(bind(body, {score.at[0]: (At(score.ids, score.at[0].size),)}), score.slots, total.node)
+
+
+def _replace_dense(expr: Expr, score: Dense) -> Expr:
+    """The expression with every score per (token, expert) replaced by the slot's value."""
+    if isinstance(expr, Dense):
+        return expr.value
+    return expr.rebuilt(lambda part: _replace_dense(part, score))
+
+
+@rule("aten::index_add", "aten::scatter_add", "aten::scatter_reduce")
+def accumulate(lift: Lifting, node: Node) -> Outcome:
+    """base[token] += row for every slot: the sum over the slots of each token."""
+    name = node.target._schema.name  # type: ignore[union-attr]
+    rows = lift.fact(node.args[3])
+    if not rows.expr.hard:
+        return None
+    if name == "aten::scatter_reduce":
+        raise Conflict(f"expert rows are combined by scatter_reduce({argument(node, 4, 'reduce')!r})")
+    if node.kwargs.get("alpha", 1) != 1:
+        raise Conflict("expert rows are added with a factor alpha")
+    dim = int(node.args[1]) % len(rows.dims)  # type: ignore[arg-type]
+    index = lift.fact(node.args[2])
+    if name == "aten::scatter_add":
+        if len(index.dims) != len(rows.dims):
+            raise Conflict("scatter_add of rows by an index of another rank")
+        if any(set(g) & index.expr.axes for d, g in enumerate(index.dims) if d != dim):
+            raise Conflict("expert rows are scattered by an index that differs between features")
+        index = Fact(index.expr, (index.dims[dim],))
+    return _combine(lift, node, rows, index, dim)
+
+
+@rule("aten::index_put")
+def index_put(lift: Lifting, node: Node) -> Outcome:
+    """index_put: accumulation by token, or a permutation undone by writing instead of reading."""
+    indices = node.args[1]
+    rows = lift.fact(node.args[2])
+    if len(indices) != 1 or indices[0] is None:  # type: ignore[arg-type]
+        if rows.expr.hard:
+            raise Conflict("expert rows are written by several indices at once")
+        return None
+    index = lift.fact(indices[0])  # type: ignore[index]
+    if argument(node, 3, "accumulate", False):
+        return _combine(lift, node, rows, index, 0) if rows.expr.hard else None
+    order = index.dims[0] if len(index.dims) == 1 else ()
+    if not isinstance(index.expr, Pos) or len(order) != 1 or not isinstance(order[0], Perm):
+        if rows.expr.hard:
+            raise Conflict("expert rows overwrite the output: of slots with the same token only one survives")
+        return None
+    if order[0].over != index.expr.group:
+        if rows.expr.hard or isinstance(rows.expr, Pos):
+            raise Conflict("rows are written by an index that is no complete permutation of the slots")
+        return None
+    if not sizes.same(value(node.args[0]).shape[0], group_size(order)):
+        raise Conflict("a permutation of the slots is written into a tensor with other rows besides")
+    if not isinstance(rows.expr, Pos) and not rows.expr.hard and not rows.sorted:
+        return None
+    unifier = Unifier()
+    unifier.unify(order, rows.dims[0])
+    group = unifier.resolve(index.expr.group)
+    return Fact(unifier.expr(rows.expr), (group, *(unifier.resolve(g) for g in rows.dims[1:])))
+
+
+def _combine(lift: Lifting, node: Node, rows: Fact, index: Fact, dim: int) -> Fact:
+    if len(index.dims) != 1 or dim != 0:
+        raise Conflict("expert rows are accumulated along a dimension that is not the first")
+    if not isinstance(index.expr, Pos):
+        what = describe_index(_index_node(node), index.expr)
+        raise Conflict(f"expert rows are accumulated by {what}, not by the token of each slot", _index_node(node))
+    unifier = Unifier()
+    unifier.unify(index.dims[0], rows.dims[0])
+    token = unifier.resolve(index.expr.group)
+    slots = group_axes(unifier.resolve(rows.dims[0]))
+    if not all(isinstance(digit, Axis) for digit in token) or not set(token) <= slots:
+        raise Conflict("expert rows are accumulated by an index that is not the token of each slot")
+    base_node = node.args[0]
+    if not sizes.same(value(base_node).shape[0], group_size(token)):
+        raise Conflict("expert rows are accumulated into an output with other rows than the tokens")
+    order = rows.dims[0][0] if rows.sorted else None
+    listed = order.over if isinstance(order, Perm) else rows.dims[0]
+    over = tuple(a for a in unifier.resolve(listed) if isinstance(a, Axis) and a not in token)
+    base = lift.fact(base_node)
+    zero = isinstance(base.expr, Const) and base.expr.value == 0
+    total = Sum(unifier.expr(rows.expr), over, node, None if zero else base_node)  # type: ignore[arg-type]
+    return Fact(total, (token, *(unifier.resolve(g) for g in rows.dims[1:])))
+
+
+def _index_node(node: Node) -> Node:
+    found = node.args[1][0] if isinstance(node.args[1], list | tuple) else node.args[2]  # type: ignore[index]
+    assert isinstance(found, Node)
+    return found
+
+
+@rule("aten::mean", "aten::amax", "aten::max", "aten::amin", "aten::prod", "aten::logsumexp")
+def no_sum(lift: Lifting, node: Node) -> Outcome:
+    """Reductions that are no sum: a meaning that the fused node doesn't have."""
+    if lift.fact(node.args[0]).expr.hard:
+        raise Conflict(f"expert rows are reduced by {node.target._schema.name.removeprefix('aten::')}, not by a sum")  # type: ignore[union-attr]
+    return None
+

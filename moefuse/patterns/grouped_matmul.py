@@ -1,0 +1,134 @@
+"""Expert GEMMs: products with weights that the routing selects, in every spelling.
+
+Grouped (rows in sorted order and the ends of each expert's rows), batched with gathered weights, and batched
+over the experts. Which weight dimension is contracted, and so the layout, falls out of the axes.
+"""
+
+import torch
+from torch.fx import Node
+
+from moefuse.graph import sizes
+from moefuse.patterns.facts import (
+    At,
+    Axis,
+    Conflict,
+    Dense,
+    Dims,
+    Dot,
+    Expr,
+    Fact,
+    Group,
+    Leaf,
+    Offs,
+    Op,
+    Perm,
+    Sum,
+    Unifier,
+    bind,
+    group_size,
+)
+from moefuse.patterns.router import expert_weight, strip_casts, walk
+from moefuse.patterns.rules import Lifting, Outcome, argument, rule
+
+
+@rule("aten::_grouped_mm", "transformers::grouped_mm_fallback")
+def grouped_mm(lift: Lifting, node: Node) -> Outcome:
+    """rows[offs[e-1]:offs[e]] @ weight[e]: right only for rows and offsets in the order of the same ids."""
+    rows, weight, offsets = (lift.fact(node.args[0]), lift.fact(node.args[1]), lift.fact(argument(node, 2, "offs")))
+    if len(node.args) > 3 or node.kwargs.get("bias") is not None:
+        raise Conflict("a grouped GEMM with a bias argument")
+    if not isinstance(offsets.expr, Offs):
+        raise Conflict("the row offsets of the grouped GEMM are not the running counts of the ids", node.args[2])  # type: ignore[arg-type]
+    if len(rows.dims) != 2 or len(weight.dims) != 3 or not isinstance(weight.expr, Leaf):
+        raise Conflict("a grouped GEMM whose operands are not [rows, K] and [experts, K, N]")
+    group, key = _row_order(rows, offsets.expr, node)
+    (expert,) = weight.dims[0] if len(weight.dims[0]) == 1 else (None,)
+    if not isinstance(expert, Axis) or not sizes.same(expert.size, group_size(offsets.expr.at)):
+        raise Conflict(f"offsets for {group_size(offsets.expr.at)} experts, weights for {group_size(weight.dims[0])}")
+    unifier = Unifier()
+    over = _plain_axes(unifier.unify(rows.dims[1], weight.dims[1]))
+    selected = bind(unifier.expr(weight.expr), {expert: (At(key, expert.size),)})
+    expr = Dot(unifier.expr(rows.expr), selected, over, True, node)
+    return Fact(expr, (group, unifier.resolve(weight.dims[2])))
+
+
+def _row_order(rows: Fact, offsets: Offs, node: Node) -> tuple[Group, Expr]:
+    """The row group and the id of each row; Conflict unless rows lie in the order that the offsets describe."""
+    group = rows.dims[0]
+    if not group and not offsets.ids.axes:
+        return group, offsets.ids  # a single slot is in any order
+    if len(group) != 1 or not isinstance(group[0], Perm):
+        raise Conflict("the rows of the grouped GEMM are not in the order of a sort by expert", node.args[0])  # type: ignore[arg-type]
+    order = group[0]
+    if not isinstance(order.key, Leaf) or order.key.node is not offsets.ids.node:
+        raise Conflict(
+            f"rows are sorted by `{getattr(order.key, 'node', order.key)}`, "
+            f"offsets count `{offsets.ids.node}`: not the same ids"
+        )
+    return group, order.key
+
+
+def _plain_axes(group: Group) -> tuple[Axis, ...]:
+    axes = tuple(digit for digit in group if isinstance(digit, Axis))
+    if len(axes) != len(group):
+        raise Conflict("a product is summed over rows in sorted order")
+    return axes
+
+
+@rule("aten::bmm", "aten::mm", "aten::matmul")
+def matmul(lift: Lifting, node: Node) -> Outcome:
+    """A batched product, contracted over the last dimension of a and the last but one of b."""
+    a, b = lift.fact(node.args[0]), lift.fact(node.args[1])
+    if len(a.dims) != len(b.dims) or len(a.dims) not in (2, 3):
+        return None
+    return contract(lift, node, a, b)
+
+
+@rule("aten::addmm", "aten::baddbmm")
+def addmm(lift: Lifting, node: Node) -> Outcome:
+    """A product with something added. No MoE spelling known uses it on expert rows before loops do."""
+    if any(lift.fact(arg).expr.hard for arg in node.args):
+        raise Conflict("expert outputs enter a dense layer before they are combined")
+    return None
+
+
+def contract(lift: Lifting, node: Node, a: Fact, b: Fact) -> Outcome:
+    """a [.., M, C] times b [.., C, N]. Nothing to say for products that the routing has no part in."""
+    relevant = [_selective(fact) for fact in (a, b)]
+    if not lift.forced and not any(relevant):
+        return None
+    unifier = Unifier()
+    batch: Dims = tuple(unifier.unify(x, y) for x, y in zip(a.dims[:-2], b.dims[:-2], strict=True))
+    over = unifier.unify(a.dims[-1], b.dims[-2])
+    dims = tuple(unifier.resolve(group) for group in (*batch, a.dims[-2], b.dims[-1]))
+    left, right = unifier.expr(a.expr), unifier.expr(b.expr)
+    axes = _plain_axes(unifier.resolve(over))
+    expert = lift.forced or _is_expert(left, right, axes) or _is_expert(right, left, axes)
+    if expert:
+        return Fact(Dot(left, right, axes, True, node), dims)
+    return Fact(Sum(product(left, right, node), axes, node), dims)
+
+
+def product(a: Expr, b: Expr, node: Node) -> Op:
+    """a * b as an expression."""
+    return Op(torch.ops.aten.mul.Tensor, (a, b), (), node)
+
+
+def _selective(fact: Fact) -> bool:
+    """Facts that make a product worth following: expert rows, gathered weights, dense scores."""
+    if fact.expr.hard or expert_weight(fact.expr) is not None:
+        return True
+    return any(isinstance(expr, Dense) for expr in walk(fact.expr))
+
+
+def _is_expert(weight: Expr, rows: Expr, over: tuple[Axis, ...]) -> bool:
+    """True when `weight` is a matrix per expert that this product applies to `rows`."""
+    leaf = strip_casts(weight)
+    if not isinstance(leaf, Leaf) or not over or not leaf.axes.issuperset(over):
+        return False
+    if (selected := expert_weight(leaf)) is not None:
+        others = selected.axes - selected.selectors[0].expr.axes
+        return others.issuperset(over) and len(others) > len(over)
+    # Batched over all experts: the weight shares its expert axis with scores per (token, expert).
+    scored = [axis for e in walk(rows) if isinstance(e, Dense) for g in e.groups() for axis in g]
+    return any(axis in leaf.axes for axis in scored) and not leaf.selectors

@@ -1,0 +1,161 @@
+"""Init routing: how slots get into expert order, and how token rows follow them.
+
+sort of the ids, its permutation and the inverse, `slot // K` = token, gathers by any of them.
+"""
+
+import torch
+from torch.fx import Node
+
+from moefuse.graph import sizes
+from moefuse.patterns.facts import (
+    At,
+    Axis,
+    Conflict,
+    Dims,
+    Expr,
+    Fact,
+    Leaf,
+    Perm,
+    Pos,
+    Unifier,
+    bind,
+    bind_fact,
+    bind_group,
+    group_size,
+)
+from moefuse.patterns.router import has_perm, pointwise, topk_of
+from moefuse.patterns.rules import Lifting, Outcome, argument, is_float, rule, value
+from moefuse.patterns.structure import regroup
+
+
+@rule("aten::sort", "aten::argsort")
+def sort(lift: Lifting, node: Node) -> Outcome:
+    """Sorting ids makes a slot order; sorting a permutation inverts it. Both outputs: (values, indices)."""
+    fact = lift.fact(node.args[0])
+    if len(fact.dims) != 1 or is_float(node.args[0]):
+        return None
+    if argument(node, 2, "descending", False) or node.kwargs.get("descending", False):
+        return None
+    both = node.target._schema.name == "aten::sort"  # type: ignore[union-attr]
+    if isinstance(fact.expr, Pos):
+        values, indices = _invert(fact, fact.expr)
+    elif isinstance(fact.expr, Leaf):
+        group = fact.dims[0]
+        if has_perm(group):
+            return None
+        order = (Perm(node, group, fact.expr),) if group else ()
+        values, indices = Fact(fact.expr, (order,)), Fact(Pos(group), (order,))
+    else:
+        return None
+    return (values, indices) if both else indices
+
+
+def _invert(fact: Fact, pos: Pos) -> tuple[Fact, Fact]:
+    """argsort of a complete permutation: position p of slot s."""
+    group = fact.dims[0]
+    if len(group) != 1 or not isinstance(group[0], Perm) or group[0].over != pos.group:
+        raise Conflict("a sort of indices that are no complete permutation of the slots")
+    return Fact(pos, (pos.group,)), Fact(Pos(group), (pos.group,))
+
+
+@rule("aten::floor_divide", "aten::div", "aten::remainder", "aten::fmod")
+def divide(lift: Lifting, node: Node) -> Outcome:
+    """slot // K is the token, slot % K the place among the token's K: only where K is the trailing size."""
+    fact = lift.fact(node.args[0])
+    divisor = value(node.args[1])
+    name = node.target._schema.name  # type: ignore[union-attr]
+    if not isinstance(fact.expr, Pos) or isinstance(divisor, torch.Tensor):
+        return pointwise(lift, node)  # division of floats
+    if name == "aten::div" and node.kwargs.get("rounding_mode") not in ("floor", "trunc"):
+        return None
+    group = fact.expr.group
+    try:
+        count = sizes.quotient(group_size(group), divisor)
+        if count is None:
+            raise Conflict("no divisor")
+        (head, tail), binding = regroup((group,), [count, divisor])
+    except Conflict:
+        raise Conflict(f"slot indices are divided by {divisor}, which is not the number of slots per token") from None
+    kept = tail if name in ("aten::remainder", "aten::fmod") else head
+    return Fact(Pos(bind_group(kept, binding)), bind_fact(fact, binding).dims)
+
+
+@rule("aten::index", "aten::index_select", "aten::embedding")
+def index(lift: Lifting, node: Node) -> Outcome:
+    """Rows taken by an index tensor, from any one dimension."""
+    name = node.target._schema.name  # type: ignore[union-attr]
+    if name == "aten::index":
+        places = [(d, i) for d, i in enumerate(node.args[1]) if i is not None]  # type: ignore[arg-type,union-attr]
+    elif name == "aten::index_select":
+        places = [(int(node.args[1]), node.args[2])]  # type: ignore[arg-type]
+    else:
+        places = [(0, node.args[1])]
+    source = lift.fact(node.args[0])
+    if len(places) != 1 or value(places[0][1]).dtype == torch.bool:
+        if source.expr.hard:
+            raise Conflict("expert rows are taken by a mask or by several indices at once")
+        return None
+    dim, by = places[0]
+    return take(lift, node, source, dim % len(source.dims), by)
+
+
+@rule("aten::gather")
+def gather(lift: Lifting, node: Node) -> Outcome:
+    """gather(x, dim, index) with an index that is the same for all other dimensions is row indexing."""
+    source, by = lift.fact(node.args[0]), lift.fact(node.args[2])
+    dim = int(node.args[1]) % max(len(source.dims), 1)  # type: ignore[arg-type]
+    if not isinstance(by.expr, Pos) or len(by.dims) != len(source.dims):
+        if source.expr.hard:
+            raise Conflict("expert rows are gathered by an index that is no slot order")
+        return None
+    for d, (a, b) in enumerate(zip(source.dims, by.dims, strict=True)):
+        if d != dim and (bind_axes(b) & by.expr.axes or not sizes.same(group_size(a), group_size(b))):
+            return None
+    return _take(source, dim, Fact(by.expr, (by.dims[dim],)))
+
+
+def bind_axes(group: tuple[object, ...]) -> set[Axis]:
+    """The plain axes of a dims group."""
+    return {digit for digit in group if isinstance(digit, Axis)}
+
+
+def take(lift: Lifting, node: Node, source: Fact, dim: int, by_node: Node) -> Outcome:
+    """source[..., by, ...]: substitution of the row axis by what the index means."""
+    by = lift.fact(by_node)
+    if isinstance(by.expr, Pos):
+        return _take(source, dim, by)
+    if source.expr.hard or source.sorted:
+        raise Conflict(f"rows in sorted order are taken by {describe_index(by_node, by.expr)}", by_node)
+    group = source.dims[dim]
+    if not isinstance(source.expr, Leaf) or not isinstance(by.expr, Leaf) or is_float(by_node):
+        return None
+    if len(group) != 1 or not isinstance(group[0], Axis):
+        return None
+    axis = group[0]
+    expr = bind(source.expr, {axis: (At(by.expr, axis.size),)})
+    return Fact(expr, source.dims[:dim] + by.dims + source.dims[dim + 1 :])
+
+
+def _take(source: Fact, dim: int, by: Fact) -> Fact:
+    """Index a dimension by positions: both groups must be the same axes, sorted order only by identity."""
+    assert isinstance(by.expr, Pos)
+    have, want = source.dims[dim], by.expr.group
+    if not sizes.same(group_size(have), group_size(want)):
+        raise Conflict(f"an index over {group_size(want)} slots is used on {group_size(have)} rows")
+    unifier = Unifier()
+    if has_perm(have) and not has_perm(want):
+        raise Conflict("rows in sorted order are taken by the permutation itself, not by its inverse")
+    if has_perm(want) and not has_perm(have):
+        raise Conflict("rows in slot order are taken by the inverse permutation")
+    unifier.unify(have, want)
+    dims: Dims = source.dims[:dim] + by.dims + source.dims[dim + 1 :]
+    return Fact(unifier.expr(source.expr), tuple(unifier.resolve(group) for group in dims))
+
+
+def describe_index(node: Node, expr: Expr) -> str:
+    """Words for an index that is no slot order: what it is instead."""
+    leaf = expr.node if isinstance(expr, Leaf) else node
+    topk, dim = topk_of(leaf)
+    if topk is not None and dim != value(leaf).dim() - 1:
+        return f"`{leaf.name}`, a top-k over tokens (expert-choice routing)"
+    return f"`{node.name}`, which is not the inverse of the sort"

@@ -1,0 +1,353 @@
+"""Router and pointwise arithmetic: ids, counts of ids, values per slot and per (token, expert).
+
+The router itself isn't understood and needn't be: any integer tensor that selects expert weights or gets
+sorted is `topk_ids`, any float tensor over the slots that is multiplied in is a routing weight. What this file
+knows is the arithmetic around them: exact casts, comparisons with an `arange`, counts and running counts,
+scores scattered to (token, expert).
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moefuse.graph import sizes
+from moefuse.patterns.facts import (
+    Axis,
+    Conflict,
+    Const,
+    Count,
+    Dense,
+    Dims,
+    Expr,
+    Fact,
+    Group,
+    Leaf,
+    Offs,
+    OneHot,
+    Op,
+    Perm,
+    Pos,
+    Sum,
+    Unifier,
+    group_axes,
+    group_size,
+)
+from moefuse.patterns.rules import Lifting, Outcome, argument, is_float, rule, value
+
+EXACT_UP_TO = {torch.float16: 2**11, torch.bfloat16: 2**8, torch.int8: 2**7, torch.uint8: 2**8}
+"""Integers below the bound survive a cast to the type; the others hold every count met in practice (2^24)."""
+
+
+# --- constants and ranges --------------------------------------------------------------------------------
+
+
+@rule("aten::zeros", "aten::zeros_like", "aten::new_zeros", "aten::full", "aten::full_like", "aten::new_full")
+@rule("aten::ones", "aten::ones_like", "aten::new_ones")
+def constant(lift: Lifting, node: Node) -> Outcome:
+    """A tensor of one value."""
+    name = node.target._schema.name.removeprefix("aten::")  # type: ignore[union-attr]
+    if "full" in name:
+        number = argument(node, 2 if name == "new_full" else 1, "fill_value")
+    else:
+        number = 0 if "zeros" in name else 1
+    if not isinstance(number, int | float):
+        return None
+    return Fact(Const(float(number)), tuple(() if sizes.is_one(s) else (Axis(s),) for s in value(node).shape))
+
+
+@rule("aten::arange")
+def arange(lift: Lifting, node: Node) -> Outcome:
+    """0, 1, 2, ...: the position itself."""
+    name = node.target._overloadname  # type: ignore[union-attr]
+    start = 0 if name == "default" else node.args[0]
+    step = argument(node, 2, "step", 1)
+    if start != 0 or step != 1 or value(node).dtype.is_floating_point:
+        return None
+    size = value(node).shape[0]
+    group: Group = () if sizes.is_one(size) else (Axis(size),)
+    return Fact(Pos(group), (group,))
+
+
+# --- casts -----------------------------------------------------------------------------------------------
+
+
+def covers(fact: Fact) -> Leaf | None:
+    """The integer leaf of which the fact lists every element exactly once, in whatever order."""
+    leaf = fact.expr
+    if not isinstance(leaf, Leaf) or is_float(leaf.node):
+        return None
+    index = [digit for group in leaf.index for digit in group]
+    if not all(isinstance(digit, Axis) for digit in index) or len(set(index)) != len(index):
+        return None
+    listed: set[Axis] = set()
+    for group in fact.dims:
+        listed |= group_axes(group)
+    return leaf if listed == set(index) else None
+
+
+@rule("aten::_to_copy", "aten::to", "prims::convert_element_type")
+def cast(lift: Lifting, node: Node) -> Outcome:
+    """A cast is nothing where it is exact for what the value means; otherwise it is arithmetic."""
+    fact = lift.fact(node.args[0])
+    target = value(node).dtype
+    if value(node.args[0]).device != value(node).device:
+        return None
+    if isinstance(fact.expr, Count | Offs):
+        return fact if target not in (torch.bool, *EXACT_UP_TO) else None
+    if isinstance(fact.expr, OneHot | Pos):
+        return fact if target not in EXACT_UP_TO or isinstance(fact.expr, OneHot) else None
+    if isinstance(fact.expr, Leaf) and not is_float(fact.expr.node) and value(fact.expr.node).dtype != torch.bool:
+        return fact if target not in (torch.bool, *EXACT_UP_TO) else None
+    return pointwise(lift, node)
+
+
+# --- pointwise arithmetic --------------------------------------------------------------------------------
+
+
+def _worth_keeping(fact: Fact) -> bool:
+    """Facts that arithmetic must not turn into an opaque leaf."""
+    if fact.expr.hard or (fact.sorted and not isinstance(fact.expr, Pos)):
+        return True
+    return any(isinstance(expr, Dense | OneHot) for expr in walk(fact.expr)) or expert_weight(fact.expr) is not None
+
+
+def walk(expr: Expr) -> list[Expr]:
+    """The expression and all of its sub-expressions."""
+    found = [expr]
+    for part in expr.parts():
+        found.extend(walk(part))
+    return found
+
+
+def strip_casts(expr: Expr) -> Expr:
+    """The expression without outer casts between float types."""
+    while isinstance(expr, Op) and expr.target is torch.ops.aten._to_copy.default:
+        expr = expr.args[0]
+    return expr
+
+
+def expert_weight(expr: Expr) -> Leaf | None:
+    """The leaf, if this is a matrix per slot taken from stacked expert weights: weight[ids]."""
+    leaf = strip_casts(expr)
+    if not isinstance(leaf, Leaf) or len(leaf.selectors) != 1:
+        return None
+    others = leaf.axes - leaf.selectors[0].expr.axes
+    return leaf if len(others) >= 2 else None
+
+
+@rule("pointwise")
+def pointwise(lift: Lifting, node: Node) -> Outcome:
+    """Elementwise arithmetic: kept as an expression where expert rows, sorted rows or dense scores take part."""
+    tensors = {i: lift.fact(arg) for i, arg in enumerate(node.args) if isinstance(value(arg), torch.Tensor)}
+    if any(isinstance(value(arg), torch.Tensor) for arg in node.kwargs.values()):
+        return None
+    if not lift.forced and not any(_worth_keeping(fact) for fact in tensors.values()):
+        return None
+    if len(tensors) == 1:
+        return _unary(node, *tensors.popitem())
+    unifier = Unifier()
+    dims: Dims = ()
+    for fact in tensors.values():
+        dims = _broadcast(unifier, dims, fact.dims)
+    args = tuple(unifier.expr(tensors[i].expr) if i in tensors else number(arg) for i, arg in enumerate(node.args))
+    return Fact(_op(node, args), tuple(unifier.resolve(group) for group in dims))
+
+
+def _broadcast(unifier: Unifier, left: Dims, right: Dims) -> Dims:
+    rank = max(len(left), len(right))
+    pad = lambda dims: ((),) * (rank - len(dims)) + dims  # noqa: E731
+    return tuple(unifier.unify(a, b) for a, b in zip(pad(left), pad(right), strict=True))
+
+
+def number(arg: Any) -> Any:
+    """A Python value of an argument; a symbolic float (Dynamo makes one of a module's attribute under
+    dynamic=True) is specialised with its guard, as without dynamic=True: it is a constant of the layer."""
+    arg = value(arg)
+    return float(arg) if isinstance(arg, torch.SymFloat) else arg
+
+
+def _op(node: Node, args: tuple[Any, ...]) -> Op:
+    kwargs = tuple(sorted((k, number(v)) for k, v in node.kwargs.items()))
+    return Op(node.target, args, kwargs, node)  # type: ignore[arg-type]
+
+
+def _unary(node: Node, position: int, fact: Fact) -> Fact | None:
+    def apply(expr: Expr) -> Op:
+        return _op(node, tuple(expr if i == position else number(arg) for i, arg in enumerate(node.args)))
+
+    if not isinstance(fact.expr, Dense):
+        return Fact(apply(fact.expr), fact.dims)
+    dense = fact.expr
+    if not is_float(node):
+        return None  # a mask of choices: routers use it, no expert row does
+    fill = evaluate_scalar(apply(Const(dense.fill)), {})
+    return Fact(Dense(apply(dense.value), dense.ids, dense.slots, dense.at, fill), fact.dims)
+
+
+def evaluate_scalar(expr: Expr, leaves: dict[Expr, float]) -> float:
+    """The number that an expression of constants (and the given leaves) comes to, in float64."""
+    if expr in leaves:
+        return leaves[expr]
+    if isinstance(expr, Const):
+        return expr.value
+    if not isinstance(expr, Op):
+        raise Conflict(f"a {type(expr).__name__} where a number is needed")
+    args = [
+        torch.tensor(evaluate_scalar(arg, leaves), dtype=torch.float64) if isinstance(arg, Expr) else arg
+        for arg in expr.args
+    ]
+    if expr.target is torch.ops.aten._to_copy.default:
+        return float(args[0])
+    try:
+        return float(expr.target(*args, **dict(expr.kwargs)))
+    except (RuntimeError, TypeError) as error:
+        raise Conflict(f"{expr.target} can't be evaluated on numbers: {error}") from None
+
+
+@rule("aten::eq")
+def equals(lift: Lifting, node: Node) -> Outcome:
+    """ids == arange(E): one-hot."""
+    if not isinstance(node.args[1], Node):
+        return None
+    left, right = lift.fact(node.args[0]), lift.fact(node.args[1])
+    if isinstance(left.expr, Pos):
+        left, right = right, left
+    if not isinstance(right.expr, Pos) or not isinstance(left.expr, Leaf) or is_float(left.expr.node):
+        return None
+    unifier = Unifier()
+    dims = _broadcast(unifier, left.dims, right.dims)
+    expr = OneHot(unifier.expr(left.expr), unifier.resolve(right.expr.group))
+    return Fact(expr, tuple(unifier.resolve(group) for group in dims))
+
+
+# --- counts ----------------------------------------------------------------------------------------------
+
+
+@rule("aten::histc")
+def histc(lift: Lifting, node: Node) -> Outcome:
+    """Slots per expert, if the bins are exactly the ids 0..E-1."""
+    ids = covers(lift.fact(node.args[0]))
+    if ids is None:
+        return None
+    bins, low, high = argument(node, 1, "bins", 100), argument(node, 2, "min", 0), argument(node, 3, "max", 0)
+    # The bin of an id is monotone in the id: one element in every bin means that id i falls into bin i.
+    spread = torch.histc(torch.arange(bins, dtype=torch.float32), bins, low, high)
+    if not bool((spread == 1).all()):
+        raise Conflict(f"histc with {bins} bins over {low}..{high} doesn't count the ids 0..{bins - 1}")
+    group: Group = () if bins == 1 else (Axis(bins),)
+    return Fact(Count(ids, group), (group,))
+
+
+@rule("aten::bincount")
+def bincount(lift: Lifting, node: Node) -> Outcome:
+    """Slots per expert; the output has at least `minlength` entries, more only for ids beyond them."""
+    ids = covers(lift.fact(node.args[0]))
+    length = argument(node, 2, "minlength", 0)
+    if ids is None or argument(node, 1, "weights") is not None or length < 1:
+        return None
+    group: Group = () if length == 1 else (Axis(length),)
+    return Fact(Count(ids, group), (group,))
+
+
+@rule("aten::cumsum")
+def cumsum(lift: Lifting, node: Node) -> Outcome:
+    """Running counts: where each expert's rows end in sorted order."""
+    fact = lift.fact(node.args[0])
+    target = value(node).dtype
+    if not isinstance(fact.expr, Count) or len(fact.dims) != 1 or target in EXACT_UP_TO:
+        return _refuse_hard(fact, "cumsum")
+    return Fact(Offs(fact.expr.ids, fact.expr.at), fact.dims)
+
+
+def _refuse_hard(fact: Fact, what: str) -> None:
+    if fact.expr.hard:
+        raise Conflict(f"no rule says what {what} of expert outputs means")
+
+
+# --- scores per (token, expert) --------------------------------------------------------------------------
+
+
+@rule("aten::scatter")
+def scatter(lift: Lifting, node: Node) -> Outcome:
+    """full(v).scatter(-1, ids, w): w for the chosen experts, v elsewhere."""
+    base, ids, source = (lift.fact(node.args[i]) for i in (0, 2, 3))
+    dim = int(node.args[1]) % max(len(base.dims), 1)  # type: ignore[arg-type]
+    if not isinstance(base.expr, Const) or not isinstance(ids.expr, Leaf):
+        return None
+    if len(ids.dims) != len(base.dims) or (source.dims and len(source.dims) != len(ids.dims)):
+        return None
+    unifier = Unifier()
+    for i, (a, b) in enumerate(zip(base.dims, ids.dims, strict=True)):
+        if i != dim and not sizes.same(group_size(a), group_size(b)):
+            return None
+        if i != dim:
+            unifier.unify(b, a)
+    for a, b in zip(ids.dims, source.dims, strict=False):
+        if not sizes.same(group_size(a), group_size(b)):
+            return None
+        unifier.unify(a, b)
+    slots = unifier.resolve(ids.dims[dim])
+    if not all(isinstance(digit, Axis) for digit in slots):
+        return None
+    at = unifier.resolve(base.dims[dim])
+    dims = tuple(at if i == dim else unifier.resolve(ids.dims[i]) for i in range(len(ids.dims)))
+    axes = tuple(digit for digit in slots if isinstance(digit, Axis))
+    dense = Dense(unifier.expr(source.expr), unifier.expr(ids.expr), axes, at, base.expr.value)
+    return Fact(dense, dims)
+
+
+def distinct(expr: Expr, slots: tuple[Axis, ...]) -> bool:
+    """True when ids are proved different from each other within `slots`: they come from a top-k over them."""
+    if not isinstance(expr, Leaf):
+        return False
+    topk, dim = topk_of(expr.node)
+    return topk is not None and expr.index[dim] == slots
+
+
+def topk_of(node: Node) -> tuple[Node | None, int]:
+    """The top-k whose indices `node` is, and the dimension it chose along; (None, 0) otherwise."""
+    if node.op != "call_function" or getattr(node.target, "__name__", "") != "getitem" or node.args[1] != 1:
+        return None, 0
+    source = node.args[0]
+    if not isinstance(source, Node) or source.target is not torch.ops.aten.topk.default:
+        return None, 0
+    return source, int(argument(source, 2, "dim", -1)) % value(node).dim()
+
+
+def count_of(fact: Fact, over: set[Axis]) -> Fact | None:
+    """Counts, if the sum of the fact over the axes counts every slot of some ids once; otherwise None."""
+    expr = strip_casts(fact.expr)
+    if isinstance(expr, OneHot):
+        ids, counted, at = expr.ids, over, expr.at
+    elif isinstance(expr, Dense) and expr.value == Const(1.0) and expr.fill == 0 and distinct(expr.ids, expr.slots):
+        ids, counted, at = expr.ids, over | set(expr.slots), expr.at
+    else:
+        return None
+    if not isinstance(ids, Leaf) or covers(Fact(ids, (tuple(counted),))) is None:
+        return None
+    return Fact(Count(ids, at), tuple(g for g in fact.dims if not group_axes(g) & over))
+
+
+def vanishes(expr: Expr, dense: Dense) -> bool:
+    """True when the expression is zero wherever `dense` is zero: experts that weren't chosen add nothing."""
+    if isinstance(expr, Dense):
+        return expr.fill == 0 and expr.ids == dense.ids
+    if isinstance(expr, Sum):
+        return vanishes(expr.body, dense)
+    if not isinstance(expr, Op):
+        return any(vanishes(part, dense) for part in expr.parts())
+    tensors = [arg for arg in expr.args if isinstance(arg, Expr)]
+    if expr.target in (torch.ops.aten.mul.Tensor, torch.ops.aten.mul.Scalar):
+        return any(vanishes(arg, dense) for arg in tensors)
+    if not all(vanishes(arg, dense) for arg in tensors):
+        return False
+    zero = Op(expr.target, tuple(Const(0.0) if isinstance(a, Expr) else a for a in expr.args), expr.kwargs)
+    at_zero = evaluate_scalar(zero, {})
+    return math.isfinite(at_zero) and at_zero == 0
+
+
+def has_perm(group: Group) -> bool:
+    """True when the group runs in sorted order."""
+    return any(isinstance(digit, Perm) for digit in group)

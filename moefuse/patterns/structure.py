@@ -1,0 +1,208 @@
+"""Views and copies: how an operator that moves elements changes the dims of a fact.
+
+In: facts. Out: the same expressions over other dims. No MoE knowledge in here.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+from torch.fx import Node
+
+from moefuse.graph import sizes
+from moefuse.graph.sizes import Size
+from moefuse.patterns.facts import (
+    Axis,
+    Binding,
+    Conflict,
+    Digit,
+    Dims,
+    Fact,
+    Group,
+    Leaf,
+    Part,
+    bind,
+    bind_group,
+    group_size,
+)
+from moefuse.patterns.rules import Lifting, Outcome, argument, rule, value
+
+
+def regroup(dims: Dims, shape: Sequence[Size]) -> tuple[Dims, Binding]:
+    """Lay the digits of `dims`, in order, out over `shape`, splitting plain axes where needed.
+
+    Returns the new dims and how axes were split. Raises Conflict where a size doesn't divide.
+    """
+    digits = deque(digit for group in dims for digit in group)
+    binding: dict[Axis, Group] = {}
+    result: list[Group] = []
+    for size in shape:
+        group: list[Digit] = []
+        need = size
+        while not sizes.is_one(need):
+            if not digits:
+                raise Conflict(f"a view to {list(shape)} doesn't line up with the meaning of its input")
+            digit = digits.popleft()
+            if (rest := sizes.quotient(need, digit.size)) is not None:
+                group.append(digit)
+                need = rest
+                continue
+            tail_size = sizes.quotient(digit.size, need)
+            if tail_size is None or not isinstance(digit, Axis):
+                raise Conflict(f"a view to {list(shape)} cuts through an index of {digit.size} elements")
+            head, tail = Axis(need), Axis(tail_size)
+            binding[digit] = (head, tail)
+            group.append(head)
+            digits.appendleft(tail)
+            break
+        result.append(tuple(group))
+    if digits:
+        raise Conflict(f"a view to {list(shape)} doesn't line up with the meaning of its input")
+    return tuple(result), _chase(binding)
+
+
+def _chase(binding: dict[Axis, Group]) -> Binding:
+    """A split tail may have been split again: resolve to the final digits."""
+
+    def final(group: Group) -> Group:
+        return tuple(d for digit in group for d in (final(binding[digit]) if digit in binding else (digit,)))  # type: ignore[index]
+
+    return {axis: final(group) for axis, group in binding.items()}
+
+
+@rule("aten::view", "aten::reshape", "aten::_unsafe_view", "aten::unsqueeze", "aten::squeeze", "aten::flatten")
+def view(lift: Lifting, node: Node) -> Outcome:
+    """The same elements in the same order under another shape."""
+    fact = lift.fact(node.args[0])
+    dims, binding = regroup(fact.dims, value(node).shape)
+    return Fact(bind(fact.expr, binding), tuple(bind_group(group, binding) for group in dims))
+
+
+@rule("aten::clone", "aten::alias", "aten::detach", "aten::contiguous", "aten::lift_fresh_copy", "aten::copy")
+def same(lift: Lifting, node: Node) -> Outcome:
+    """A copy or an alias means what its source means (`copy(self, src)`: what src means)."""
+    source = node.args[1] if node.target.__name__.startswith("copy") else node.args[0]  # type: ignore[union-attr]
+    if value(source) is None or value(source).shape != value(node).shape:
+        return None
+    return lift.fact(source)
+
+
+@rule("aten::permute", "aten::transpose", "aten::t", "aten::numpy_T")
+def permute(lift: Lifting, node: Node) -> Outcome:
+    """Dimensions change places."""
+    fact = lift.fact(node.args[0])
+    rank = len(fact.dims)
+    order = list(range(rank))
+    name = node.target._schema.name  # type: ignore[union-attr]
+    if name == "aten::permute":
+        order = [int(d) % rank for d in node.args[1]]  # type: ignore[union-attr,arg-type]
+    elif name == "aten::transpose":
+        a, b = int(node.args[1]) % rank, int(node.args[2]) % rank  # type: ignore[arg-type]
+        order[a], order[b] = b, a
+    else:
+        order.reverse()
+    return Fact(fact.expr, tuple(fact.dims[d] for d in order))
+
+
+@rule("aten::expand")
+def expand(lift: Lifting, node: Node) -> Outcome:
+    """New or widened dimensions: axes on which the value doesn't depend."""
+    fact = lift.fact(node.args[0])
+    shape = value(node).shape
+    padded: Dims = ((),) * (len(shape) - len(fact.dims)) + fact.dims
+    return Fact(
+        fact.expr,
+        tuple(
+            (Axis(size),) if not group and not sizes.is_one(size) else group
+            for group, size in zip(padded, shape, strict=True)
+        ),
+    )
+
+
+@rule("aten::repeat")
+def repeat(lift: Lifting, node: Node) -> Outcome:
+    """Whole copies along a dimension: an outer axis on which the value doesn't depend."""
+    fact = lift.fact(node.args[0])
+    repeats: Sequence[Size] = [value(r) for r in node.args[1]]  # type: ignore[union-attr]
+    padded: Dims = ((),) * (len(repeats) - len(fact.dims)) + fact.dims
+    outer = [() if sizes.is_one(r) else (Axis(r),) for r in repeats]
+    return Fact(fact.expr, tuple(o + group for o, group in zip(outer, padded, strict=True)))
+
+
+def cut(fact: Fact, dim: int, start: int, length: Size, step: int = 1, keep: bool = True) -> Fact:
+    """The fact of elements start, start + step, ... of a dimension. Raises Conflict for rows in sorted order."""
+    group = fact.dims[dim]
+    if not group:
+        dims = fact.dims if keep else fact.dims[:dim] + fact.dims[dim + 1 :]
+        return Fact(fact.expr, dims)
+    outer, inner = group[0], group[1:]
+    block = group_size(inner)
+    if inner and step == 1 and isinstance(block, int) and isinstance(length, int):
+        # A slice of whole blocks is a slice of the outermost digit.
+        if start % block or length % block:
+            raise Conflict(f"a slice of {length} from {start} cuts through an index of {block} elements")
+        start, length = start // block, length // block
+    elif inner:
+        raise Conflict("a strided slice of a dimension with several indices")
+    if not isinstance(outer, Axis):
+        raise Conflict("rows in sorted order are sliced")
+    kept: Group = () if sizes.is_one(length) else (Axis(length),)
+    part = Part(kept, start, step, outer.size)
+    bound = bind(fact.expr, {outer: (part,)})
+    new_dim: Dims = (kept + inner,) if keep else ()
+    return Fact(bound, fact.dims[:dim] + new_dim + fact.dims[dim + 1 :])
+
+
+def _plain(lift: Lifting, fact: Fact) -> bool:
+    """A slice of something opaque is better taken as opaque itself: the node is there to be used as it is."""
+    return not lift.forced and isinstance(fact.expr, Leaf) and not fact.sorted and not fact.expr.selectors
+
+
+@rule("aten::slice")
+def slice_(lift: Lifting, node: Node) -> Outcome:
+    """A slice; one that takes everything is the same fact."""
+    fact = lift.fact(node.args[0])
+    dim = argument(node, 1, "dim", 0) % len(fact.dims)
+    before, after = value(node.args[0]).shape[dim], value(node).shape[dim]
+    step = argument(node, 4, "step", 1)
+    if step == 1 and sizes.same(before, after):
+        return fact
+    if _plain(lift, fact):
+        return None
+    start = argument(node, 2, "start", 0) or 0
+    if not isinstance(start, int) or not isinstance(before, int) or not isinstance(after, int):
+        raise Conflict("a slice whose bounds are not static")
+    start = max(start + before, 0) if start < 0 else min(start, before)
+    return cut(fact, dim, start, after, step)
+
+
+@rule("aten::select")
+def select(lift: Lifting, node: Node) -> Outcome:
+    """One element of a dimension."""
+    fact = lift.fact(node.args[0])
+    if _plain(lift, fact):
+        return None
+    dim, index = int(node.args[1]) % len(fact.dims), node.args[2]  # type: ignore[arg-type]
+    size = value(node.args[0]).shape[dim]
+    if not isinstance(index, int) or not isinstance(size, int):
+        raise Conflict("one element is selected at an index that is not static")
+    return cut(fact, dim, index % size, 1, keep=False)
+
+
+@rule("aten::split", "aten::chunk", "aten::split_with_sizes", "aten::unbind", "aten::tensor_split")
+def split(lift: Lifting, node: Node) -> Outcome:
+    """Consecutive slices of one dimension."""
+    fact = lift.fact(node.args[0])
+    if _plain(lift, fact):
+        return None
+    pieces = value(node)
+    keep = node.target._schema.name != "aten::unbind"  # type: ignore[union-attr]
+    dim = (argument(node, 2, "dim", 0) if keep else argument(node, 1, "dim", 0)) % len(fact.dims)
+    facts: list[Fact | None] = []
+    start = 0
+    for piece in pieces:
+        length = piece.shape[dim] if keep else 1
+        if not isinstance(length, int):
+            raise Conflict("a split whose sizes are not static")
+        facts.append(cut(fact, dim, start, length, keep=keep))
+        start += length
+    return tuple(facts)

@@ -1,0 +1,82 @@
+"""What the reference target, plain torch, can run: everything that the operator can express on one rank.
+
+In: nothing. Out: `CHECKS`, the parts that other targets build on included.
+"""
+
+import torch
+
+from moefuse.ops import activations
+from moefuse.ops.options import GATE_UPS, WEIGHT_POSITIONS
+from moefuse.ops.spec import MoeSpec
+from moefuse.policy.check import Check
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _activation(spec: MoeSpec) -> str:
+    return activations.check(spec.activation, spec.activation_params, spec.activation_program, spec.gated)
+
+
+def _gradient(spec: MoeSpec) -> str:
+    """A custom program may cut the gradient (a comparison, a dtype of integers): found by running it."""
+    if not spec.training or spec.activation != activations.CUSTOM or _activation(spec):
+        return ""
+    g = torch.ones(1, requires_grad=True)
+    u = torch.ones(1, requires_grad=True) if spec.gated else None
+    with torch.enable_grad():
+        try:
+            a = activations.apply(spec.activation, (), spec.activation_program, g, u)
+            torch.autograd.grad(a, g)
+        except RuntimeError as error:
+            return f"training needs a gradient that activation_program doesn't give ({error})"
+    return ""
+
+
+SIZES = Check(
+    "sizes",
+    ("num_experts", "top_k", "hidden", "intermediate", "out_features"),
+    lambda s: min(s.num_experts, s.top_k, s.hidden, s.intermediate, s.out_features) >= 1,
+    "a size is below 1: {num_experts} experts, top-{top_k}, {hidden} -> {intermediate} -> {out_features}",
+)
+DTYPES = Check(
+    "dtypes",
+    ("x_dtype", "expert_dtype", "output_dtype"),
+    lambda s: s.x_dtype in _FLOATS and s.output_dtype in _FLOATS,
+    "x is {x_dtype} and the output {output_dtype}; only float16, bfloat16, float32 and float64 can be computed",
+)
+SAME_DTYPE = Check(
+    "expert_dtype",
+    ("x_dtype", "expert_dtype"),
+    lambda s: s.expert_dtype == s.x_dtype,
+    "the experts are {expert_dtype} and x is {x_dtype}; mixed and quantised GEMMs aren't supported",
+)
+ROUTER_DTYPE = Check(
+    "router_dtype",
+    ("router_dtype",),
+    lambda s: s.router_dtype in _FLOATS,
+    "the routing weights are {router_dtype}, not a float dtype",
+)
+LAYOUT = Check(
+    "layout",
+    ("gate_up", "weight_position"),
+    lambda s: s.gate_up in GATE_UPS and s.weight_position in WEIGHT_POSITIONS,
+    "gate_up={gate_up!r} or weight_position={weight_position!r} is unknown",
+)
+ACTIVATION = Check(
+    "activation", ("activation", "activation_params", "activation_program", "gate_up"), _activation
+)
+TOP_K = Check(
+    "top_k",
+    ("top_k", "num_experts"),
+    lambda s: s.top_k <= s.num_experts,
+    "top-{top_k} of {num_experts} experts: a token would go to one expert twice",
+)
+ONE_RANK = Check(
+    "ep_world_size",
+    ("ep_world_size",),
+    lambda s: s.ep_world_size == 1,
+    "the experts are spread over {ep_world_size} ranks and this target doesn't communicate",
+)
+GRADIENT = Check("training", ("training", "activation", "activation_program", "gate_up"), _gradient)
+
+CHECKS = (SIZES, DTYPES, SAME_DTYPE, ROUTER_DTYPE, LAYOUT, ACTIVATION, TOP_K, ONE_RANK, GRADIENT)

@@ -1,0 +1,85 @@
+"""What happened to a model, as data.
+
+In: filled by the backend while it compiles. Out: `Report`, read by people (`text.py`), scripts (`to_dict`)
+and tests.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from moefuse.ops.spec import MoeSpec
+from moefuse.policy.check import CheckResult
+
+__all__ = ["CheckResult", "GraphReport", "LayerReport", "Report"]
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """The verdict on one MoE layer (or on something that looks like one).
+
+    layer: module path such as `model.layers.3.mlp.experts`, "" where the graph has no module names.
+    reason, check: "" when fused; otherwise the first thing that stood in the way and the check that says so
+        ("lift" where the meaning of the graph was lost, "exclude" for the user's opt-out).
+    node: the graph node that was replaced, or the node at which the meaning was lost.
+    source: "file:line" of that node in the user's model, "" where unknown.
+    bytes: bytes of the expert weights (0 where the spec is unknown).
+    """
+
+    layer: str
+    fused: bool
+    node: str
+    source: str = ""
+    reason: str = ""
+    check: str = ""
+    target: str = ""
+    spec: MoeSpec | None = None
+    bytes: int = 0
+    checks: tuple[CheckResult, ...] = ()
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """One captured graph: its layers in graph order, node counts, CPU seconds per phase, internal error."""
+
+    index: int
+    sites: tuple[LayerReport, ...]
+    nodes_before: int = 0
+    nodes_after: int = 0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    error: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """All captured graphs of one model, in capture order."""
+
+    graphs: tuple[GraphReport, ...] = ()
+
+    @property
+    def sites(self) -> tuple[LayerReport, ...]:
+        """Every MoE layer of every graph, in graph order."""
+        return tuple(site for graph in self.graphs for site in graph.sites)
+
+    @property
+    def fused(self) -> int:
+        """How many layers were fused."""
+        return sum(site.fused for site in self.sites)
+
+    def __str__(self) -> str:
+        """The report as aligned text."""
+        from moefuse.report import text  # text.py reads this module
+
+        return text.plain(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON-ready data, schema `moefuse.report/1`."""
+        from moefuse.report import text
+
+        return text.to_dict(self)
+
+    def to_json(self) -> str:
+        """`to_dict` as indented JSON text."""
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False)

@@ -1,0 +1,157 @@
+"""A report for people and for scripts.
+
+In: a `Report`. Out: aligned plain text (`plain`), a rich table (`render`), or JSON-ready data with a `schema`
+key (`to_dict`). Only `render` needs rich.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from moefuse.report.model import GraphReport, LayerReport, Report
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+SCHEMA = "moefuse.report/1"
+_HEAD = ("layer", "fused", "target", "weights", "what it computes, or why it isn't fused")
+_NOTHING = (
+    "No MoE layer was found.",
+    "What to try:",
+    "  - compile with fullgraph=True: it shows where the graph breaks, and a broken graph has no whole layer",
+    '  - transformers models: experts_implementation="grouped_mm"; the default loop over experts ("eager")',
+    "    can't be captured in one graph",
+    "  - `moefuse explain module:factory` on the model alone, `moefuse dump` for the graph that was searched",
+)
+
+
+def plain(report: Report) -> str:
+    """The whole report as aligned text, without a final newline."""
+    sections = ["moefuse: " + summary(report)]
+    if report.sites:
+        rows = [_HEAD, *(_row(site) for site in report.sites)]
+        widths = [max(len(row[i].split("\n")[0]) for row in rows) for i in range(len(_HEAD) - 1)]
+        sections.append("\n".join(_aligned(row, widths) for row in rows))
+    elif not any(graph.error for graph in report.graphs):
+        sections.append("\n".join(_NOTHING))
+    if report.graphs:
+        sections.append("\n".join(graph_line(graph) for graph in report.graphs))
+    return "\n\n".join(sections)
+
+
+def render(report: Report) -> RenderableType:
+    """The same content for a rich console.
+
+    Raises:
+        ImportError: rich is missing; `str(report)` works without it.
+    """
+    try:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError as error:
+        raise ImportError(
+            "render needs rich: pip install 'moefuse[cli]'; str(report) works without"
+        ) from error
+    parts: list[RenderableType] = []
+    if report.sites:
+        table = Table(*_HEAD, title="moefuse: " + summary(report), title_justify="left", show_lines=True)
+        table.columns[0].overflow = "fold"
+        for site in report.sites:
+            # Text, not str: a module path such as layers[0] must not be read as markup.
+            table.add_row(*(Text(cell) for cell in _row(site)), style="green" if site.fused else "yellow")
+        parts.append(table)
+    else:
+        parts.append(Text("moefuse: " + summary(report), style="bold"))
+        if not any(graph.error for graph in report.graphs):
+            parts.append(Text("\n".join(_NOTHING), style="yellow"))
+    parts += [Text(graph_line(graph), style="red" if graph.error else "") for graph in report.graphs]
+    return Group(*parts)
+
+
+def to_dict(report: Report) -> dict[str, Any]:
+    """JSON-ready data: every field of the report plus `schema` and `summary`; dtypes as their short names."""
+    return {
+        "schema": SCHEMA,
+        "summary": {"layers": len(report.sites), "fused": report.fused, "graphs": len(report.graphs)},
+        "graphs": [_jsonable(graph) for graph in report.graphs],
+    }
+
+
+def summary(report: Report) -> str:
+    """`2 of 2 MoE layers fused in 1 graph`."""
+    layers = _count(len(report.sites), "MoE layer")
+    failed = sum(bool(graph.error) for graph in report.graphs)
+    trouble = f"; moefuse failed in {_count(failed, 'graph')}, see below" if failed else ""
+    return f"{report.fused} of {layers} fused in {_count(len(report.graphs), 'graph')}{trouble}"
+
+
+def graph_line(graph: GraphReport) -> str:
+    """`graph 0: 412 -> 398 nodes, lift 12 ms, fuse 3 ms`, then the note and the error's traceback, if any."""
+    times = [f"{phase} {seconds * 1e3:.3g} ms" for phase, seconds in graph.seconds.items()]
+    line = f"graph {graph.index}: " + ", ".join(
+        [f"{graph.nodes_before} -> {graph.nodes_after} nodes", *times]
+    )
+    if graph.note:
+        line += f"\n  note: {graph.note}"
+    if graph.error:
+        trace = "\n".join(f"    {part}" for part in graph.error.rstrip().splitlines())
+        line += f"\n  moefuse failed here; the graph was compiled as it was:\n{trace}"
+    return line
+
+
+def human_bytes(count: int) -> str:
+    """`0 B`, `96.0 KiB`, `1.5 GiB`."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def _row(site: LayerReport) -> tuple[str, ...]:
+    """One cell per column of `_HEAD`; the last one may have several lines."""
+    words = [site.spec.describe()] if site.spec else []
+    if not site.fused:
+        check = f"{site.check}: " if site.check else ""
+        place = f" ({site.source})" if site.source else ""
+        words += [f"{check}{site.reason}", f"at %{site.node}{place}"]
+    weights = human_bytes(site.bytes) if site.bytes else "-"
+    return (
+        site.layer or "(root)",
+        "yes" if site.fused else "NO",
+        site.target or "-",
+        weights,
+        "\n".join(words),
+    )
+
+
+def _aligned(row: tuple[str, ...], widths: list[int]) -> str:
+    head = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False))
+    indent = "\n" + " " * (len(head) + 2)
+    return f"{head}  {indent.join(row[-1].splitlines())}".rstrip()
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _jsonable(value: Any) -> Any:
+    """Dataclasses, mappings and sequences down to JSON's own types; anything else as text."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_jsonable(item) for item in value]
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # a limit of infinity; JSON has no number for it
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)

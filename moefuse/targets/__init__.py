@@ -1,0 +1,36 @@
+"""The ways to run mega_moe, by name.
+
+In: `register(target)`. Out: `get(name)` and `names()`; each registered target's kernel answers
+`mega_moe(target=name)`.
+"""
+
+from moefuse.ops.kernels import register_kernel
+from moefuse.targets.base import Target
+from moefuse.targets.cpu import CpuTarget
+from moefuse.targets.reference import ReferenceTarget
+
+__all__ = ["Target", "get", "names", "register"]
+
+_TARGETS: dict[str, Target] = {}
+
+
+def register(target: Target) -> None:
+    """Add a target (or replace the one of its name), here and for the operator."""
+    _TARGETS[target.name] = target
+    register_kernel(target.name, target.run)
+
+
+def get(name: str) -> Target:
+    """The target of that name. Raises ValueError listing the known ones."""
+    if name not in _TARGETS:
+        raise ValueError(f"target: expected one of {names()}, got {name!r}")
+    return _TARGETS[name]
+
+
+def names() -> list[str]:
+    """All target names, sorted."""
+    return sorted(_TARGETS)
+
+
+register(ReferenceTarget())
+register(CpuTarget())

@@ -1,0 +1,49 @@
+"""What a target is: one way to run mega_moe.
+
+In: nothing. Out: the `Target` base class; each target is a folder beside this file.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+from torch import Tensor
+
+from moefuse.ops.options import Options
+from moefuse.ops.spec import MoeSpec
+from moefuse.policy import Verdict, checks_of, judge
+
+
+class Target(ABC):
+    """One way to run the operator. Stateless where possible; one instance per process."""
+
+    name: ClassVar[str]
+
+    def supported(self) -> Verdict:
+        """Does this machine have what the target needs? Yes, unless a target says otherwise."""
+        return Verdict(True)
+
+    def supports(self, spec: MoeSpec) -> Verdict:
+        """May this layer run here? The checks that `moefuse.policy` holds under the target's name."""
+        return judge(spec, checks_of(self.name))
+
+    def prepare(self, spec: MoeSpec) -> None:  # noqa: B027  (a hook: most targets prepare nothing)
+        """One-time work for a layer, before its first run."""
+
+    @abstractmethod
+    def run(
+        self,
+        context: Tensor | None,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        weight1: Sequence[Tensor],
+        weight2: Sequence[Tensor],
+        bias1: Sequence[Tensor],
+        bias2: Sequence[Tensor],
+        options: Options,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the layer: y [T, O] and expert_token_nums [E] int32.
+
+        The operator has checked shapes and dtypes, not the ids: those outside 0..E-1 contribute nothing.
+        """

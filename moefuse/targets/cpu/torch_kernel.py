@@ -1,0 +1,152 @@
+"""The cpu target in torch operators.
+
+In: a layer's tensors. Out: y and the slots each expert received. Slots are sorted by expert once. Experts are
+taken in blocks of a few hundred rows: their first GEMMs, one activation over the block, their second GEMMs.
+One weighted gather-sum (`embedding_bag`: float32 products and sums, rounded once) makes y. Weights are read as
+they lie: no stacked, packed or transposed copy; extra memory is the rows [slots, O] and one block.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moefuse.ops import activations
+from moefuse.ops.expert import of_expert, scale_rows, split_gate_up
+from moefuse.ops.options import Options
+from moefuse.targets.cpu.gemm import multiply_into
+
+# Long enough that Python and dispatch are paid per block rather than per expert, short enough that a block's
+# hidden rows stay in the cache between the GEMMs.
+_BLOCK_ROWS = 2048
+
+
+@torch.no_grad()  # the operator has its own gradient; nothing here may record one
+def run(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    weight1: Sequence[Tensor],
+    weight2: Sequence[Tensor],
+    bias1: Sequence[Tensor],
+    bias2: Sequence[Tensor],
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    """y [T, O] and expert_token_nums [E] int32; see `Target.run`."""
+    sorted_ids, order = topk_ids.reshape(-1).sort(stable=True)
+    edges = torch.searchsorted(sorted_ids, _expert_range(options.num_experts, topk_ids.dtype), out_int32=True)
+    bounds: list[int] = edges.tolist()
+    rows = x.new_empty((order.shape[0], weight2[0].shape[-2 if options.transpose_weight2 else -1]))
+    for active in _blocks(bounds):
+        slots = order[bounds[active[0]] : bounds[active[-1] + 1]]
+        routing = None if options.weight_position == "output" else topk_weights.take(slots)
+        own = x.index_select(0, slots // topk_ids.shape[1])
+        if routing is not None and options.weight_position == "input":
+            own = scale_rows(own, routing)
+        a = _activated(_gemms(own, active, bounds, weight1, bias1, options.transpose_weight1, options), options)
+        if routing is not None and options.weight_position == "mid":
+            a = scale_rows(a, routing)
+        _gemms(a, active, bounds, weight2, bias2, options.transpose_weight2, options, rows)
+    return _combine(rows, order, bounds, topk_weights, options), edges.diff()
+
+
+@lru_cache(maxsize=64)
+def _expert_range(experts: int, dtype: torch.dtype) -> Tensor:
+    return torch.arange(experts + 1, dtype=dtype)
+
+
+def _blocks(bounds: Sequence[int]) -> Iterator[list[int]]:
+    """Runs of experts that have rows, each of about _BLOCK_ROWS rows (one expert's rows are never split)."""
+    active: list[int] = []
+    start = bounds[0]
+    for expert in range(len(bounds) - 1):
+        if bounds[expert] == bounds[expert + 1]:
+            continue
+        if active and bounds[expert + 1] - start > _BLOCK_ROWS:
+            yield active
+            active, start = [], bounds[expert]
+        active.append(expert)
+    if active:
+        yield active
+
+
+def _gemms(
+    x: Tensor,
+    active: Sequence[int],
+    bounds: Sequence[int],
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    transposed: bool,
+    options: Options,
+    rows: Tensor | None = None,
+) -> list[Tensor]:
+    """One GEMM per active expert and weight part, over a block's sorted rows x [n, K].
+
+    Returns one [n, N] tensor per part (two for gate_up="separate"); with `rows`, the result goes there instead.
+    """
+    experts = options.num_experts
+    begin = bounds[active[0]]
+    parts = len(weights) if weights[0].dim() == 3 else len(weights) // experts
+    features = weights[0].shape[-2 if transposed else -1]
+    outs = [x.new_empty((x.shape[0], features)) for _ in range(parts)] if rows is None else [rows[begin:]]
+    for expert in active:
+        first, last = bounds[expert] - begin, bounds[expert + 1] - begin
+        own = x[first:last]
+        own_biases = of_expert(biases, expert, experts, 2) or (None,) * parts
+        for out, w, bias in zip(outs, of_expert(weights, expert, experts, 3), own_biases, strict=True):
+            multiply_into(out[first:last], own, w if transposed else w.t(), bias)
+    return outs
+
+
+def _activated(hidden: list[Tensor], options: Options) -> Tensor:
+    """The activation over a block's hidden rows, which are ours to overwrite: [n, I]."""
+    g, u = (hidden[0], hidden[1]) if len(hidden) == 2 else split_gate_up(hidden[0], options.gate_up)
+    if u is not None and options.gate_up.startswith("interleaved"):
+        g, u = g.contiguous(), u.contiguous()  # every pass over a strided half costs more than this one
+    if u is not None and options.activation == "swiglu" and not options.activation_params:
+        return F.silu(g).mul_(u)
+    if u is not None and options.activation == "swigluoai":
+        return _swigluoai_(g, u, *options.activation_params)
+    return activations.apply(options.activation, options.activation_params, options.activation_program, g, u)
+
+
+def _swigluoai_(g: Tensor, u: Tensor, limit: float, alpha: float, beta: float) -> Tensor:
+    """As in activations.py, in place."""
+    g.clamp_(max=limit)
+    return (g * alpha).sigmoid_().mul_(g).mul_(u.clamp_(-limit, limit).add_(beta))
+
+
+def _combine(rows: Tensor, order: Tensor, bounds: list[int], topk_weights: Tensor, options: Options) -> Tensor:
+    """Sum each token's rows, weighted where the routing weight is on the output. rows are in sorted order."""
+    dtype = options.output_dtype or rows.dtype
+    if not order.shape[0]:
+        return rows.new_zeros((topk_weights.shape[0], rows.shape[1]), dtype=dtype)
+    position = torch.empty_like(order)
+    position[order] = torch.arange(order.shape[0])
+    position = position.view(topk_weights.shape)
+    weights = topk_weights if options.weight_position == "output" else None
+    if bounds[0] > 0 or bounds[-1] < order.shape[0]:
+        # slots without an expert: their rows were never written, and their weight may be anything
+        rows[: bounds[0]].zero_()
+        rows[bounds[-1] :].zero_()
+        if weights is not None:
+            weights = weights.masked_fill((position < bounds[0]) | (position >= bounds[-1]), 0)
+    if dtype.itemsize > rows.dtype.itemsize:
+        rows = rows.to(dtype)  # a bag returns the dtype of its rows
+    if weights is not None and weights.dtype != rows.dtype:
+        position, weights = _as_parts(position, weights, rows.dtype)
+    return F.embedding_bag(position, rows, mode="sum", per_sample_weights=weights).to(dtype)
+
+
+def _as_parts(position: Tensor, weights: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Routing weights in the rows' dtype, which `embedding_bag` demands, without losing their precision.
+
+    A wider weight becomes a rounded part and the rest, and the row is taken twice: still one sum.
+    """
+    high = weights.to(dtype)
+    if torch.promote_types(weights.dtype, dtype) == dtype:
+        return position, high
+    low = (weights - high.to(weights.dtype)).to(dtype)
+    return torch.cat((position, position), 1), torch.cat((high, low), 1)

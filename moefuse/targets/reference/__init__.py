@@ -1,0 +1,56 @@
+"""The reference target: plain torch, runs everywhere, differentiable, the oracle of every other target.
+
+In: a layer's tensors. Out: y and the slots each expert received. Written for clarity: one loop over experts.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moefuse.ops.expert import ExpertTensors, expert_rows, of_expert, sum_dtype
+from moefuse.ops.options import Options
+from moefuse.targets.base import Target
+
+
+class ReferenceTarget(Target):
+    """See the module text."""
+
+    name = "reference"
+
+    def run(
+        self,
+        context: Tensor | None,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        weight1: Sequence[Tensor],
+        weight2: Sequence[Tensor],
+        bias1: Sequence[Tensor],
+        bias2: Sequence[Tensor],
+        options: Options,
+        accumulate: torch.dtype | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """As `Target.run`. `accumulate` is the dtype of the sum over slots: float32, or float64 for float64."""
+        if options.ep_world_size != 1:
+            raise ValueError(f"mega_moe: ep_world_size: this target runs on one rank, got {options.ep_world_size}")
+        experts = options.num_experts
+        dtype = accumulate or sum_dtype(x.dtype)
+        out_features = weight2[0].shape[-2 if options.transpose_weight2 else -1]
+        y = torch.zeros(x.shape[0], out_features, dtype=dtype, device=x.device)
+        counts = []
+        for expert in range(experts):
+            token, slot = torch.where(topk_ids == expert)
+            counts.append(token.numel())
+            if token.numel() == 0:
+                continue
+            tensors = ExpertTensors(
+                of_expert(weight1, expert, experts, 3),
+                of_expert(weight2, expert, experts, 3),
+                of_expert(bias1, expert, experts, 2),
+                of_expert(bias2, expert, experts, 2),
+            )
+            rows = expert_rows(x[token], topk_weights[token, slot], tensors, options, dtype)
+            y = y.index_add(0, token, rows)
+        nums = torch.tensor(counts, dtype=torch.int32, device=x.device)
+        return y.to(options.output_dtype or x.dtype), nums

@@ -1,0 +1,568 @@
+"""Capture keeps the meaning of a graph, or refuses: values, gradients, writes, sharing of memory."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch.utils.checkpoint import checkpoint
+
+from moefuse.graph.capture import Captured, CaptureError, capture
+from moefuse.inner import compile_inner
+
+# Same ATen calls in the same order: any difference is an error, not rounding.
+EXACT = {"atol": 0.0, "rtol": 0.0}
+
+
+def backend(log: list[Captured], inner: str = "eager") -> Callable[..., Any]:
+    def compile_graph(gm: fx.GraphModule, example_inputs: list[Any], **_: Any) -> Callable[..., Any]:
+        captured = capture(gm, example_inputs)
+        log.append(captured)
+        return compile_inner(captured.graph_module, example_inputs, inner, original=gm)
+
+    return compile_graph
+
+
+def twin(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone().requires_grad_(value.requires_grad)
+    return copy.deepcopy(value)
+
+
+def compare(fn: Callable[..., Any], *args: Any, inner: str = "eager", **options: Any) -> Captured:
+    """Run eager and captured on equal inputs: outputs, gradients and inputs afterwards must agree."""
+    mine, theirs = [twin(a) for a in args], [twin(a) for a in args]
+    log: list[Captured] = []
+    tolerance = EXACT if inner == "eager" else {"atol": 1e-5, "rtol": 1e-4}  # Inductor reorders sums
+
+    def run(f: Callable[..., Any], values: list[Any]) -> list[torch.Tensor]:
+        outputs = torch.utils._pytree.tree_leaves(f(*values))
+        loss = [o.square().sum() for o in outputs if isinstance(o, torch.Tensor) and o.requires_grad]
+        if loss:
+            torch.stack(loss).sum().backward()
+        grads = [v.grad for v in values if isinstance(v, torch.Tensor)]
+        leaves = [v.detach() for v in values if isinstance(v, torch.Tensor)]
+        return [*outputs, *grads, *leaves]
+
+    expected = run(fn, theirs)
+    actual = run(torch.compile(fn, backend=backend(log, inner), fullgraph=True, **options), mine)
+    torch.testing.assert_close(actual, expected, **tolerance)
+    (captured,) = log
+    assert_functional(captured.graph_module)
+    return captured
+
+
+def assert_functional(gm: fx.GraphModule) -> None:
+    calls = [n for n in gm.graph.nodes if n.op == "call_function"]
+    assert not [n for n in gm.graph.nodes if n.op in ("call_method", "call_module")]
+    writes = [n for n in calls if isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable]
+    assert all(n.target is torch.ops.aten.copy_.default and n.args[0].op == "placeholder" for n in writes)
+    tail = calls[len(calls) - len(writes) :]
+    assert tail == writes, "writes to inputs come last"
+
+
+def ops(captured: Captured) -> list[str]:
+    return [str(n.target) for n in captured.graph_module.graph.nodes if n.op == "call_function"]
+
+
+def refused(fn: Callable[..., Any], *args: Any, match: str) -> None:
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=match) as caught:
+        torch.compile(fn, backend=backend([]), fullgraph=True)(*args)
+    assert isinstance(caught.value.inner_exception, CaptureError)
+
+
+def x() -> torch.Tensor:
+    return torch.randn(4, 8, requires_grad=True)
+
+
+def w() -> torch.Tensor:
+    return torch.randn(8, 8, requires_grad=True)
+
+
+# -- gradients
+
+
+def no_grad_region(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        s = (a @ b).abs().sum(-1, keepdim=True)
+    return (a @ b) * s
+
+
+def no_grad_hands_back_its_input(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        y = a.contiguous()
+    return y @ b
+
+
+def enable_grad_inside(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        p = a @ b
+        with torch.enable_grad():
+            q = a * b.sum()
+        r = q * 2
+    return p * q + r * a
+
+
+def inference_mode_region(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.inference_mode():
+        s = (a @ b).sum(-1, keepdim=True)
+    return a @ b, s
+
+
+def user_detach(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (a @ b) * (a * b.sum()).detach()
+
+
+def partial_writes(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    y = torch.zeros_like(a)  # needs the derivative of aten.copy
+    y[1] = a[0]
+    y[:, 2] += b[0, :4]
+    return y * a
+
+
+def set_grad_calls(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    torch.set_grad_enabled(False)
+    y = a @ b
+    torch.set_grad_enabled(True)
+    return y * a
+
+
+@pytest.mark.parametrize(
+    ("fn", "inner"),
+    [
+        (no_grad_region, "eager"),
+        (no_grad_region, "inductor"),
+        (no_grad_hands_back_its_input, "eager"),
+        (enable_grad_inside, "eager"),
+        (user_detach, "eager"),
+        (partial_writes, "eager"),
+        (partial_writes, "inductor"),
+        (set_grad_calls, "eager"),
+    ],
+)
+def test_gradients_equal_eager(fn: Callable[..., Any], inner: str) -> None:
+    compare(fn, x(), w(), inner=inner)
+
+
+def test_inference_mode_region_has_no_gradient() -> None:
+    captured = compare(inference_mode_region, x(), w())
+    assert "aten.detach.default" in ops(captured)
+
+
+def test_the_no_grad_test_can_fail() -> None:
+    """Without the detach nodes the gradient differs: what capture guards against is real."""
+    a, b = x(), w()
+    log: list[Captured] = []
+    torch.compile(no_grad_region, backend=backend(log))(a, b)
+    gm = log[0].graph_module
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default):
+        node.replace_all_uses_with(node.args[0])
+    gm.recompile()
+    wrong = torch.autograd.grad(gm(a, b)[0].sum(), b)[0]
+    assert not torch.allclose(wrong, torch.autograd.grad(no_grad_region(a, b).sum(), b)[0])
+
+
+def test_counter_update_under_no_grad_stays_free_of_history() -> None:
+    def fn(a: torch.Tensor, b: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+        h = a @ b
+        with torch.no_grad():
+            mean.mul_(0.9).add_(h.mean(0))
+        return h * mean
+
+    compare(fn, x(), w(), torch.zeros(8), inner="inductor")
+
+
+def write_without_grad(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    h = a @ b
+    with torch.no_grad():
+        h.mul_(2)
+    return h * h
+
+
+def write_through_detach(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    h = a @ b
+    h.detach().mul_(2)
+    return h * a
+
+
+def write_through_data(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    h = a @ b
+    h.data.mul_(2)
+    return h * a
+
+
+@pytest.mark.parametrize("fn", [write_without_grad, write_through_detach, write_through_data])
+def test_writes_that_autograd_does_not_see_are_refused(fn: Callable[..., Any]) -> None:
+    refused(fn, x(), w(), match="unseen by autograd")
+
+
+def test_the_same_writes_are_fine_without_gradients() -> None:
+    with torch.no_grad():
+        compare(write_through_data, x(), w())
+
+
+def test_detach_in_place_is_refused() -> None:
+    def fn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        h = a @ b
+        h.detach_()
+        return h * a
+
+    refused(fn, x(), w(), match="drops the history")
+
+
+class StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor) -> torch.Tensor:
+        return a.round()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+def test_an_own_backward_is_refused_in_training_and_captured_in_inference() -> None:
+    refused(StraightThrough.apply, x(), match="autograd_function_apply")
+    with torch.no_grad():
+        compare(lambda a: StraightThrough.apply(a * 2), x())
+
+
+def test_cond_is_refused_in_training_and_captured_in_inference() -> None:
+    def fn(a: torch.Tensor, b: torch.Tensor) -> Any:
+        return torch.cond(a.sum() > 0, lambda p, q: p @ q, lambda p, q: (p @ q).sin(), (a, b))
+
+    refused(fn, x(), w(), match="higher order operator cond")
+    with torch.no_grad():
+        compare(fn, x(), w())
+
+
+def checkpointed(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    for _ in range(2):
+        a = checkpoint(lambda p, q: torch.sin(torch.exp(p @ q / 8)), a, b, use_reentrant=False)
+    return a * 2
+
+
+def test_checkpointed_regions_are_recomputed_as_without_capture() -> None:
+    """The backward graph holds as many exp nodes as when AOTAutograd gets Dynamo's graph."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    def backward_exps(captured: bool, fn: Callable[..., Any]) -> int:
+        torch._dynamo.reset()
+        count: list[int] = []
+
+        def bw(gm: fx.GraphModule, _: Any) -> Any:
+            count.append(len(gm.graph.find_nodes(op="call_function", target=torch.ops.aten.exp.default)))
+            return gm.forward
+
+        aot = aot_autograd(
+            fw_compiler=lambda gm, _: gm.forward,
+            bw_compiler=bw,
+            partition_fn=min_cut_rematerialization_partition,
+        )
+
+        def compile_graph(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+            return aot(capture(gm, inputs).graph_module if captured else gm, inputs)
+
+        torch.compile(fn, backend=compile_graph)(x(), w()).sum().backward()
+        return count[0]
+
+    assert backward_exps(True, checkpointed) == backward_exps(False, checkpointed) > 0
+    compare(checkpointed, x(), w(), inner="inductor")
+
+
+def test_selective_checkpointing_is_refused() -> None:
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
+
+    def fn(a: torch.Tensor, b: torch.Tensor) -> Any:
+        return checkpoint(lambda p, q: torch.sin(p @ q), a, b, use_reentrant=False, context_fn=contexts)
+
+    refused(fn, x(), w(), match="selective activation checkpointing")
+
+
+def test_batch_norm_trains() -> None:
+    """Its running statistics are read by autograd and written at the end of the graph."""
+    layer = torch.nn.BatchNorm1d(8)
+    other = copy.deepcopy(layer)
+    a = x()
+    torch.compile(layer, backend=backend([], "inductor"))(a).square().sum().backward()
+    other(a.detach()).square().sum().backward()
+    torch.testing.assert_close(layer.running_var, other.running_var)
+    torch.testing.assert_close(layer.weight.grad, other.weight.grad)
+
+
+def test_dropout_draws_the_same_numbers() -> None:
+    a, b = x(), w()
+    log: list[Captured] = []
+    compiled = torch.compile(lambda p, q: torch.nn.functional.dropout(p @ q, 0.5, True), backend=backend(log))
+    torch.manual_seed(7)
+    expected = torch.nn.functional.dropout(a @ b, 0.5, True)
+    torch.manual_seed(7)
+    torch.testing.assert_close(compiled(a, b), expected, **EXACT)
+
+
+# -- autocast
+
+
+def island(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    h = a @ b
+    with torch.autocast("cpu", enabled=False):
+        g = h.float() @ b  # must stay float32
+    return (h @ b).float(), g
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_autocast_off_inside_ambient_autocast(inner: str) -> None:
+    a, b, p, q = x(), w(), None, None
+    p, q = twin(a), twin(b)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = island(a, b)
+        actual = torch.compile(island, backend=backend([], inner), fullgraph=True)(p, q)
+    torch.testing.assert_close(actual, expected, **EXACT)
+    (expected[0].sum() + expected[1].sum()).backward()
+    (actual[0].sum() + actual[1].sum()).backward()
+    # bfloat16 gradients of two uses are summed in another order (eager casts each weight once)
+    torch.testing.assert_close((p.grad, q.grad), (a.grad, b.grad), atol=0.05, rtol=0.02)
+
+
+def test_autocast_region_becomes_casts() -> None:
+    def fn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = a @ b
+        return y.float() @ b
+
+    captured = compare(fn, x(), w())
+    assert ops(captured).count("aten._to_copy.default") == 3
+
+
+# -- writes and sharing of memory
+
+
+def test_writes_to_inputs() -> None:
+    def cache(c: torch.Tensor, n: torch.Tensor, i: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        c.index_copy_(0, i, n)
+        return c.sum(0), c[:2] * 2
+
+    captured = compare(cache, torch.zeros(10, 8), torch.randn(2, 8), torch.tensor([1, 2]), inner="inductor")
+    assert ops(captured)[-1] == "aten.copy_.default"
+
+
+def test_outputs_that_are_inputs_or_views_of_them() -> None:
+    def fn(n: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        n.add_(1)
+        return n, a[0], a.view(-1), a * 2
+
+    n, a = torch.zeros(3), torch.randn(4, 8)
+    out = torch.compile(fn, backend=backend([], "inductor"), fullgraph=True)(n, a)
+    assert out[0] is n
+    assert n.eq(1).all()
+    out[1].fill_(5)
+    assert out[2][:8].eq(5).all()
+    assert a[0].eq(5).all()
+
+
+def test_view_of_a_written_input_as_output_is_refused() -> None:
+    def fn(n: torch.Tensor) -> torch.Tensor:
+        n.add_(1)
+        return n[0]
+
+    refused(fn, torch.zeros(3, 4), match="shares memory")
+
+
+def test_writes_to_inputs_that_overlap_are_refused() -> None:
+    base = torch.zeros(8)
+
+    def fn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        a.add_(1)
+        return b * 2
+
+    refused(fn, base[:], base[2:], match="shares its memory")
+
+
+# -- shapes
+
+
+@pytest.mark.parametrize("how", ["automatic", "dynamic", "marked"])
+def test_no_more_graphs_than_without_capture(how: str) -> None:
+    def fn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros_like(a)
+        y[:, 1] = a[:, 0]
+        return (y @ b).view(-1, 4).softmax(-1) + a.shape[0]
+
+    def graphs(compile_graph: Any) -> int:
+        torch._dynamo.reset()
+        counter = torch._dynamo.testing.CompileCounterWithBackend(compile_graph)
+        compiled = torch.compile(fn, backend=counter, dynamic=True if how == "dynamic" else None)
+        for length in (3, 5, 9, 17):
+            a = torch.randn(length, 8)
+            if how == "marked":
+                torch._dynamo.mark_dynamic(a, 0)
+            torch.testing.assert_close(compiled(a, w0), fn(a, w0))
+        return counter.frame_count
+
+    w0 = torch.randn(8, 8)
+    assert graphs(backend([])) == graphs("aot_eager") == {"automatic": 2, "dynamic": 1, "marked": 1}[how]
+
+
+def test_sizes_are_the_symbols_of_the_original() -> None:
+    seen: dict[str, Any] = {}
+
+    def compile_graph(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        captured = capture(gm, inputs)
+        seen.update(gm=gm, captured=captured)
+        return gm.forward
+
+    torch.compile(lambda a: a @ a.T, backend=compile_graph, dynamic=True)(torch.randn(5, 8))
+    old = seen["gm"].graph.find_nodes(op="placeholder")
+    new = seen["captured"].graph_module.graph.find_nodes(op="placeholder")
+    assert [n.name for n in new] == [n.name for n in old]
+    for o, n in zip(old, new, strict=True):
+        before, after = o.meta["example_value"], n.meta["val"]
+        if isinstance(before, torch.SymInt):
+            assert isinstance(after, torch.SymInt)
+            assert str(after) == str(before)
+        else:
+            assert str(before.shape) == str(after.shape)
+    out = seen["captured"].graph_module.graph.output_node().args[0][0].meta["val"]
+    assert isinstance(out.shape[0], torch.SymInt)
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_sizes_that_depend_on_data(inner: str) -> None:
+    def fn(n: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rows = (n > 0).nonzero()
+        k = (n > 0).sum().item()
+        torch._check(k >= 0)
+        torch._check(k <= 64)
+        return rows.float().sum(0), torch.ones(k) * 2
+
+    captured = compare(fn, torch.randn(4, 8), inner=inner)
+    assert "aten._assert_scalar.default" in ops(captured)
+    bindings = [n for n in captured.graph_module.graph.nodes if n.meta.get("unbacked_bindings")]
+    assert len(bindings) == 2
+
+
+# -- graphs that aren't from Dynamo
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8, bias=False)
+        self.again = torch.nn.Linear(8, 8, bias=False)
+        self.again.weight = self.inner.weight
+        self.register_buffer("steps", torch.zeros(()))
+        self.plain = torch.arange(8.0)
+
+    def forward(self, a: torch.Tensor) -> torch.Tensor:
+        self.steps.add_(a.sum())
+        return self.again(self.inner(a).relu()) * self.plain + self.steps
+
+
+def test_attributes_stay_the_same_objects() -> None:
+    model, other = Tied(), Tied()
+    other.load_state_dict(model.state_dict())
+    gm = fx.symbolic_trace(model)
+    a = torch.randn(4, 8)
+    captured = capture(gm, [a])
+    assert model.steps.item() == 0, "capture runs on fake tensors only"
+    torch.testing.assert_close(captured.graph_module(a)[0], other(a), **EXACT)
+    torch.testing.assert_close(model.steps, a.sum(), **EXACT)
+    (parameter,) = dict(captured.graph_module.named_parameters()).values()
+    assert parameter is model.inner.weight
+    (name,) = captured.parameters
+    node = next(n for n in captured.graph_module.graph.nodes if n.name == name)
+    assert (node.op, node.target) == ("get_attr", "inner.weight")
+
+
+def test_exported_program() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()).eval()
+    a = torch.randn(4, 8)
+    gm = torch.export.export(model, (a,)).module()
+    captured = capture(gm, [a])
+    torch.testing.assert_close(captured.graph_module(a)[0], model(a), **EXACT)
+
+
+def test_wrong_number_of_inputs() -> None:
+    gm = fx.symbolic_trace(Tied())
+    with pytest.raises(ValueError, match="expected 1 values, one per placeholder, got 0"):
+        capture(gm, [])
+
+
+def test_sparse_input_is_refused() -> None:
+    gm = fx.symbolic_trace(lambda a: a + a)
+    with pytest.raises(CaptureError, match="layout"):
+        capture(gm, [torch.eye(3).to_sparse()])
+
+
+def test_a_failed_trace_is_named_and_leaves_no_trace() -> None:
+    gm = fx.symbolic_trace(lambda a: a.view(3, 3))
+    with pytest.raises(CaptureError, match="tracing failed"):
+        capture(gm, [torch.randn(4, requires_grad=True)])
+    assert torch.is_grad_enabled()
+
+
+def test_threads() -> None:
+    traced = [fx.symbolic_trace(lambda a: ((a * 2).relu() + 1).sum(-1)) for _ in range(4)]
+    results: list[Any] = [None] * 4
+
+    def work(i: int) -> None:
+        results[i] = ops(capture(traced[i], [torch.randn(3, 4)]))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    expected = ["aten.mul.Tensor", "aten.relu.default", "aten.add.Tensor", "aten.sum.dim_IntList"]
+    assert results == [expected] * 4
+
+
+# -- real models
+
+
+@pytest.mark.parametrize(("family", "training"), [("qwen3_moe", False), ("deepseek_v3", True)])
+def test_models(family: str, training: bool) -> None:
+    pytest.importorskip("transformers")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 48, "vocab_size": 64}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    experts = {
+        "num_experts": 8,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "head_dim": 8 if family == "deepseek_v3" else 16,
+    }
+    mla = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
+    extra = mla | {"n_group": 2, "topk_group": 1, "v_head_dim": 16, "first_k_dense_replace": 1}
+    config = AutoConfig.for_model(
+        family, **sizes, **heads, **experts, **(extra if "deepseek" in family else {})
+    )
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.bfloat16, experts_implementation="grouped_mm"
+    ).train(training)
+    log: list[Captured] = []
+    compiled = torch.compile(model, backend=backend(log), fullgraph=True)
+    ids = torch.randint(0, 64, (2, 16))
+    with torch.set_grad_enabled(training):
+        expected, actual = model(ids).logits, compiled(ids).logits
+    torch.testing.assert_close(actual, expected, **EXACT)
+    if training:
+        weights = list(model.parameters())
+        before = torch.autograd.grad(expected.float().square().mean(), weights, allow_unused=True)
+        after = torch.autograd.grad(actual.float().square().mean(), weights, allow_unused=True)
+        torch.testing.assert_close(after, before, **EXACT)
+    (captured,) = log
+    assert_functional(captured.graph_module)
+    calls = [n for n in captured.graph_module.graph.nodes if n.op == "call_function"]
+    assert sum("nn_module_stack" in n.meta for n in calls) >= 0.95 * len(calls)
+    assert sum("stack_trace" in n.meta for n in calls) >= 0.95 * len(calls)
+    assert len(captured.parameters) == len(list(model.parameters()))

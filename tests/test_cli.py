@@ -1,0 +1,256 @@
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+
+from typer.testing import CliRunner
+
+import moefuse
+from moefuse import cli, hf, targets
+from moefuse._version import __version__
+from moefuse.report.model import GraphReport, LayerReport, Report
+
+FUSED = LayerReport("mlp", True, "mega_moe", target="cpu")
+LOST = LayerReport("mlp", False, "sum_1", reason="rows overlap", check="lift", source="m.py:3")
+FACTORIES = """
+import torch
+
+model = torch.nn.Linear(4, 4)
+x = torch.ones(2, 4)
+
+
+def pair(): return model, (x,)
+def triple(): return model, [x], {"scale": 2}
+def named(): return model, {"input": x}
+def single(): return model
+def many(): return model, (x,), {}, 1
+def tensor_args(): return model, x
+def bad_kwargs(): return model, (x,), [1]
+def no_model(): return 3, (x,)
+def raising(): raise RuntimeError("no\\n  weights")
+number = 3
+"""
+
+
+@pytest.fixture
+def explain(monkeypatch):
+    """Stands in for moefuse.explain: notes its calls, answers with `explain.report`."""
+
+    class Explain:
+        def __init__(self):
+            self.report = Report((GraphReport(0, (FUSED,)),))
+            self.calls = []
+
+        def __call__(self, model, *args, moefuse_options=None, **kwargs):
+            self.calls.append((model, args, kwargs, moefuse_options))
+            return self.report
+
+    stand_in = Explain()
+    monkeypatch.setattr(moefuse, "explain", stand_in, raising=False)
+    return stand_in
+
+
+@pytest.fixture
+def factories(tmp_path, monkeypatch):
+    (tmp_path / "made_models.py").write_text(FACTORIES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield "made_models.py"
+    sys.modules.pop("made_models", None)
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli.app, list(arguments))
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "kwargs"),
+    [("pair", 1, []), ("triple", 1, ["scale"]), ("named", 0, ["input"])],
+)
+@pytest.mark.parametrize("place", ["made_models", "made_models.py"])
+def test_explain_calls_the_model_that_the_factory_made(place, name, args, kwargs, explain, factories):
+    result = run("explain", f"{place}:{name}")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("moefuse: 1 of 1 MoE layer fused")
+    ((model, given, named, options),) = explain.calls
+    assert isinstance(model, torch.nn.Linear)
+    assert (len(given), list(named), options) == (args, kwargs, {})
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("made_models", "TARGET must be module:factory, file.py:factory or hf:MODEL_TYPE, got 'made_models'"),
+        ("made_models:", "TARGET must be"),
+        ("gone.py:pair", "no such file: gone.py"),
+        ("gone_module:pair", "importing gone_module raised ModuleNotFoundError"),
+        ("made_models.py:gone", "made_models.py has no function 'gone'"),
+        ("made_models.py:number", "made_models.py has no function 'number'"),
+        ("made_models.py:raising", "made_models.py:raising raised RuntimeError: no weights"),
+        (
+            "made_models.py:single",
+            "must return (model, args), (model, args, kwargs) or (model, kwargs), got Linear",
+        ),
+        ("made_models.py:many", "got tuple of 4"),
+        ("made_models.py:tensor_args", "args must be a tuple, got Tensor"),
+        ("made_models.py:bad_kwargs", "kwargs must be a dict, got list"),
+        ("made_models.py:no_model", "its model is a int, which can't be called"),
+        ("hf:nope", "model_type must be one that transformers knows"),
+    ],
+)
+def test_a_bad_target_is_one_line_and_exit_2(target, message, explain, factories):
+    result = run("explain", target)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("moefuse: ")
+    assert result.stderr.count("\n") == 1
+    assert message in result.stderr
+    assert not result.stdout
+    assert not explain.calls
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--set", "x"), "--set must be key=value, got 'x'"),
+        (("--set", "foo=1"), "MixtralConfig has no field 'foo'"),
+        (("--set", "num_local_experts=many"), "num_local_experts"),
+        (("--dtype", "int8"), "--dtype must be a floating point type of torch such as bfloat16, got 'int8'"),
+        (("--experts-implementation", "zz"), "zz"),
+        (("--mode", "maybe"), "--mode must be one of auto, on, off, got 'maybe'"),
+        (("--target", "abacus"), "--target must be one of auto, "),
+        (("--layers", "0"), "--layers"),
+    ],
+)
+def test_a_bad_option_is_exit_2(options, message, explain):
+    result = run("explain", "hf:mixtral", *options)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert not explain.calls
+
+
+def test_hf_options_need_an_hf_target(explain, factories):
+    result = run("explain", "made_models.py:pair", "--layers", "2")
+    assert result.exit_code == 2
+    assert "need an hf: target" in result.stderr
+
+
+def test_hf_options_reach_the_builder(explain, monkeypatch):
+    asked = {}
+
+    def build(model_type, **options):
+        asked.update(options, model_type=model_type)
+        return torch.nn.Identity(), {"input": torch.ones(1)}
+
+    monkeypatch.setattr(hf, "build", build)
+    settings = ("a=4", "b=true", "c=None", "d=silu", "e=[1, 2]", "f=x=y")
+    flags = [flag for setting in settings for flag in ("--set", setting)]
+    options = (
+        "--layers",
+        "3",
+        "--dtype",
+        "bfloat16",
+        "--tokens",
+        "7",
+        "--experts-implementation",
+        "batched_mm",
+    )
+    assert run("explain", "hf:mixtral", *options, *flags).exit_code == 0
+    assert asked == {
+        "model_type": "mixtral",
+        "layers": 3,
+        "dtype": torch.bfloat16,
+        "tokens": 7,
+        "experts_implementation": "batched_mm",
+        "overrides": {"a": 4, "b": True, "c": None, "d": "silu", "e": [1, 2], "f": "x=y"},
+    }
+    assert list(explain.calls[0][2]) == ["input"]
+
+
+def test_backend_options_are_passed_on(explain, factories):
+    name = targets.names()[0]
+    options = ("--mode", "on", "--target", name, "--exclude", "a.*", "--exclude", "b")
+    assert run("explain", "made_models.py:pair", *options).exit_code == 0
+    assert explain.calls[0][3] == {"mode": "on", "target": name, "exclude": ["a.*", "b"]}
+
+
+@pytest.mark.parametrize(
+    ("sites", "flag", "code"),
+    [
+        ((FUSED,), True, 0),
+        ((FUSED, LOST), True, 3),
+        ((), True, 4),
+        ((FUSED, LOST), False, 0),
+        ((), False, 0),
+    ],
+)
+def test_exit_codes(sites, flag, code, explain, factories):
+    explain.report = Report((GraphReport(0, sites),))
+    arguments = ["explain", "made_models.py:pair"] + ["--fail-on-unfused"] * flag
+    result = run(*arguments)
+    assert result.exit_code == code
+    assert result.stdout == f"{explain.report}\n"
+
+
+def test_json_is_the_only_thing_on_stdout(explain, factories):
+    explain.report = Report((GraphReport(0, (LOST,)),))
+    data = json.loads(run("explain", "made_models.py:pair", "--json").stdout)
+    assert data == explain.report.to_dict()
+
+
+def test_a_failing_model_is_exit_1_and_debug_shows_the_traceback(factories, monkeypatch):
+    def failing(*args, **kwargs):
+        raise TypeError("shapes\n don't fit")
+
+    monkeypatch.setattr(moefuse, "explain", failing, raising=False)
+    result = run("explain", "made_models.py:pair")
+    assert result.exit_code == 1
+    assert result.stderr == "moefuse: TypeError: shapes don't fit (--debug shows the traceback)\n"
+    assert isinstance(run("explain", "made_models.py:pair", "--debug").exception, TypeError)
+
+
+def test_dump_writes_the_report_and_asks_for_the_graphs(explain, factories, tmp_path):
+    folder = tmp_path / "new" / "out"
+    result = run("dump", "made_models.py:pair", str(folder))
+    assert result.exit_code == 0, result.stderr
+    assert explain.calls[0][3] == {"dump": str(folder)}
+    assert (folder / "report.txt").read_text() == f"{explain.report}\n"
+    assert json.loads((folder / "report.json").read_text())["schema"] == "moefuse.report/1"
+
+
+def test_dump_refuses_a_file_as_directory(explain, factories):
+    result = run("dump", "made_models.py:pair", "made_models.py")
+    assert result.exit_code == 2
+    assert "DIR must be a directory" in result.stderr
+    assert not explain.calls
+
+
+def test_doctor_prints_and_gives_json():
+    printed = run("doctor")
+    assert printed.exit_code == 0
+    assert f"target {targets.names()[0]}" in printed.stdout
+    data = json.loads(run("doctor", "--json").stdout)
+    assert data["schema"] == "moefuse.doctor/1"
+    assert all(set(finding) == {"name", "ok", "found", "enables"} for finding in data["findings"])
+
+
+def test_doctor_says_what_a_missing_thing_would_enable(monkeypatch):
+    from moefuse import doctor
+
+    monkeypatch.setattr(doctor, "checkup", lambda: [doctor.Finding("dot", False, "not there", "pictures")])
+    lines = run("doctor").stdout.splitlines()
+    assert lines[0].split() == ["missing", "dot", "not", "there"]
+    assert lines[1].strip() == "would enable: pictures"
+
+
+def test_version():
+    assert run("--version").stdout == f"moefuse {__version__} (torch {torch.__version__})\n"
+
+
+def test_without_typer_the_error_says_what_to_install():
+    code = "import sys; sys.modules['typer'] = None; import moefuse.cli"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "pip install 'moefuse[cli]'" in result.stderr

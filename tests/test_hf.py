@@ -1,0 +1,114 @@
+import contextlib
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from moefuse import hf
+
+TYPES = [
+    "qwen3_moe",
+    "mixtral",
+    "deepseek_v3",
+    "gpt_oss",
+    "nemotron_h",
+    "gemma4",
+    "llama4",
+    "olmoe",
+    "granitemoe",
+    "minimax_m3_vl",
+    "qwen2_moe",
+    "glm4_moe",
+    "ernie4_5_moe",
+]
+
+
+@contextlib.contextmanager
+def chosen_experts():
+    """Ids of every last-dim top-k over the experts that runs inside, [T, K] each."""
+    seen, plain = [], torch.topk
+
+    def topk(values, k, *args, **kwargs):
+        result = plain(values, k, *args, **kwargs)
+        if values.shape[-1] == hf.EXPERTS and values.ndim == 2:
+            seen.append(result.indices)
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "topk", topk)
+        patch.setattr(torch.Tensor, "topk", topk)
+        yield seen
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_models_run_and_use_their_experts(model_type):
+    model, kwargs = hf.build(model_type)
+    assert not model.training
+    with torch.no_grad(), chosen_experts() as chosen:
+        logits = model(**kwargs).logits
+    assert logits.shape == (1, 16, hf.VOCAB)
+    assert logits.isfinite().all()
+    assert logits.std() > 0.05
+    assert len(chosen) == 2  # one router per layer
+    for ids in chosen:
+        assert ids.shape == (16, hf.TOP_K)
+        assert len(ids.unique()) > hf.EXPERTS // 2
+        assert len(ids.sort(-1).values.unique(dim=0)) > 2  # tokens differ in their experts
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_the_experts_matter_to_the_output(model_type):
+    model, kwargs = hf.build(model_type, layers=1)
+    with torch.no_grad():
+        before = model(**kwargs).logits
+        for name, parameter in model.named_parameters():
+            if name.endswith("experts.down_proj"):
+                parameter.zero_()
+        after = model(**kwargs).logits
+    # Of the logits' standard deviation of about 1: an expert part below this could hide a wrong fusion.
+    assert (before - after).std() > 0.2
+
+
+def test_options_reach_the_model():
+    model, kwargs = hf.build(
+        "qwen3_moe",
+        layers=3,
+        overrides={"num_experts": 16, "norm_topk_prob": True},
+        dtype=torch.bfloat16,
+        experts_implementation="batched_mm",
+        tokens=5,
+        batch=2,
+    )
+    assert len(model.model.layers) == 3
+    assert model.config.num_local_experts == 16
+    assert model.config.norm_topk_prob is True
+    assert model.config._experts_implementation == "batched_mm"
+    assert model.model.layers[0].mlp.experts.down_proj.shape[0] == 16
+    assert model.dtype == torch.bfloat16
+    assert kwargs["input_ids"].shape == (2, 5)
+
+
+def test_the_seed_decides_and_the_global_state_is_kept():
+    before = torch.get_rng_state()
+    first, second, other = (hf.build("mixtral", seed=seed)[0] for seed in (1, 1, 2))
+    assert torch.equal(before, torch.get_rng_state())
+    pairs = list(zip(first.parameters(), second.parameters(), other.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b, _ in pairs)
+    assert not any(torch.equal(a, c) for a, _, c in pairs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model_type": "nope"}, "model_type must be one that transformers knows"),
+        ({"model_type": "vitpose_backbone"}, "has no transformers model of its own"),
+        ({"model_type": "mixtral", "overrides": {"foo": 1}}, "MixtralConfig has no field 'foo'"),
+        ({"model_type": "mixtral", "layers": 0}, "layers must be at least 1, got 0"),
+        ({"model_type": "mixtral", "tokens": 0}, "tokens must be at least 1, got 0"),
+        ({"model_type": "mixtral", "batch": -1}, "batch must be at least 1, got -1"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        hf.build(**arguments)
