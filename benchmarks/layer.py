@@ -64,8 +64,9 @@ def experts_module(shape: Shape, implementation: str, dtype: torch.dtype) -> tor
         cls = Qwen3MoeExperts
     config._experts_implementation = implementation
     with torch.device("meta"):
-        module = cls(config)
-    return module.to(dtype).to_empty(device="cpu").requires_grad_(False)
+        module: torch.nn.Module = cls(config)
+    module.to(dtype).to_empty(device="cpu").requires_grad_(False)
+    return module
 
 
 def peers(shape: Shape, dtype: torch.dtype, compiled: bool) -> dict[str, Layer]:
@@ -76,7 +77,11 @@ def peers(shape: Shape, dtype: torch.dtype, compiled: bool) -> dict[str, Layer]:
     grouped = experts_module(shape, "grouped_mm", dtype)
     for name, parameter in eager.named_parameters():
         setattr(grouped, name, parameter)
-    layers: dict[str, Layer] = {"eager": eager, "grouped_mm": grouped, "moefuse": mega_moe_layer(eager, shape)}
+    layers: dict[str, Layer] = {
+        "eager": eager,
+        "grouped_mm": grouped,
+        "moefuse": mega_moe_layer(eager, shape),
+    }
     if compiled:
         layers["grouped_mm+inductor"] = torch.compile(grouped, dynamic=False)
     return layers
@@ -106,7 +111,9 @@ def mega_moe_layer(module: torch.nn.Module, shape: Shape) -> Layer:
     return qwen3
 
 
-def measure(layers: dict[str, Layer], inputs: tuple[Tensor, ...], seconds: float, clock: Callable[[], float]) -> dict[str, float]:
+def measure(
+    layers: dict[str, Layer], inputs: tuple[Tensor, ...], seconds: float, clock: Callable[[], float]
+) -> dict[str, float]:
     """Median milliseconds per call of each layer, rounds interleaved for about `seconds`, at least 3 rounds."""
     times: dict[str, list[float]] = {name: [] for name in layers}
     for layer in layers.values():
@@ -124,13 +131,16 @@ def measure(layers: dict[str, Layer], inputs: tuple[Tensor, ...], seconds: float
 def cpu_name() -> str:
     """The CPU's name and the instruction set that torch uses on it."""
     info = Path("/proc/cpuinfo")
-    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line] if info.exists() else []
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{names[0] if names else platform.processor()} ({torch.backends.cpu.get_cpu_capability()})"
 
 
 def main() -> None:
     """Parse the flags, run, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=SHAPES, default="qwen3")
     parser.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), default="bfloat16")
     parser.add_argument("--router-dtype", choices=("same", "float32"), default="same")
@@ -138,13 +148,17 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=3.0, help="time per row, all peers together")
     parser.add_argument("--compiled", action="store_true", help="also torch.compile(grouped_mm)")
-    parser.add_argument("--cpu-time", action="store_true", help="process CPU time: for a busy machine, one thread")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="process CPU time: for a busy machine, one thread"
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     shape, dtype = SHAPES[args.shape], getattr(torch, args.dtype)
     layers = peers(shape, dtype, args.compiled)
-    print(f"{cpu_name()}, {args.threads} threads, torch {torch.__version__}, {args.shape} {shape} {args.dtype}")
+    print(
+        f"{cpu_name()}, {args.threads} threads, torch {torch.__version__}, {args.shape} {shape} {args.dtype}"
+    )
     print("tokens" + "".join(f"{name:>22}" for name in layers) + "   moefuse is faster than")
     with torch.no_grad():
         for tokens in map(int, args.tokens.split(",")):
@@ -153,8 +167,13 @@ def main() -> None:
             weights = weights if args.router_dtype == "float32" else weights.to(dtype)
             clock = time.process_time if args.cpu_time else time.perf_counter
             ms = measure(layers, (x, ids, weights), args.seconds, clock)
-            ratios = ", ".join(f"{name} {ms[name] / ms['moefuse']:.2f}x" for name in layers if name != "moefuse")
-            print(f"{tokens:6d}" + "".join(f"{ms[name]:19.2f} ms" for name in layers) + f"   {ratios}", flush=True)
+            ratios = ", ".join(
+                f"{name} {ms[name] / ms['moefuse']:.2f}x" for name in layers if name != "moefuse"
+            )
+            print(
+                f"{tokens:6d}" + "".join(f"{ms[name]:19.2f} ms" for name in layers) + f"   {ratios}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

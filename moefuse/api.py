@@ -43,8 +43,8 @@ def explain(
         graphs.append(report)
         return gm.forward  # run what was captured, not what was rewritten: explaining must not change numbers
 
-    def run() -> None:
-        model(*args, **kwargs)
+    def run() -> Any:
+        return model(*args, **kwargs)
 
     torch.compile(run, backend=backend)()
     report = Report(tuple(graphs))

@@ -99,7 +99,10 @@ def explain(
     fail_on_unfused: FailOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Show every MoE layer of a model: fused or not, and the first thing that stood in the way."""
+    """Show every MoE layer of a model: fused or not, and the first thing that stood in the way.
+
+    A model in eval mode is explained without gradients, one in training mode with them.
+    """
     model = _hf_options(layers, set_, dtype, tokens, experts_implementation)
     report = _report(target, model, _backend_options(mode, kernel, exclude), debug)
     _print_report(report, as_json)
@@ -123,14 +126,11 @@ def dump(
     debug: DebugOption = False,
 ) -> None:
     """Write the graphs before and after fusion and the report into DIR."""
-    from moefuse.graph.dump import write_report
-
     if directory.exists() and not directory.is_dir():
         _die(f"DIR must be a directory, {directory} is a file", _EXIT_USAGE)
     model = _hf_options(layers, set_, dtype, tokens, experts_implementation)
     options = _backend_options(mode, kernel, exclude) | {"dump": str(directory)}
     report = _report(target, model, options, debug)
-    write_report(directory, report)
     _print_report(report, as_json)
     typer.echo(f"written to {directory}", err=True)
     _exit(report, fail_on_unfused)
@@ -293,7 +293,9 @@ def _report(target: str, model: Mapping[str, Any], options: dict[str, Any], debu
             raise
         _die(str(error), _EXIT_USAGE)
     try:
-        report: Report = moefuse.explain(module, *args, moefuse_options=options, **kwargs)
+        # A model in eval mode is explained as it will be served; gradients would make it another layer.
+        with torch.set_grad_enabled(bool(getattr(module, "training", False))):
+            report = moefuse.explain(module, *args, moefuse_options=options, **kwargs)
     except Exception as error:
         if debug:
             raise

@@ -25,6 +25,8 @@ _GRAPH_ATTRIBUTES = (
     "_source_to_user_stacks",
     "_backend_id",
     "compile_subgraph_reason",
+    "saved_tensors_hooks_pack_0",
+    "saved_tensors_hooks_unpack_0",
 )
 
 

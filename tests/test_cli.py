@@ -47,6 +47,7 @@ def explain(monkeypatch):
 
         def __call__(self, model, *args, moefuse_options=None, **kwargs):
             self.calls.append((model, args, kwargs, moefuse_options))
+            self.gradients = torch.is_grad_enabled()
             return self.report
 
     stand_in = Explain()
@@ -177,6 +178,15 @@ def test_backend_options_are_passed_on(explain, factories):
     assert explain.calls[0][3] == {"mode": "on", "target": name, "exclude": ["a.*", "b"]}
 
 
+@pytest.mark.parametrize(("call", "gradients"), [("eval()", False), ("train()", True)])
+def test_gradients_follow_the_mode_of_the_model(call, gradients, explain, factories):
+    with open(factories, "a") as file:
+        file.write(f"model.{call}\n")
+    assert run("explain", "made_models.py:pair").exit_code == 0
+    assert explain.gradients is gradients
+    assert torch.is_grad_enabled()
+
+
 @pytest.mark.parametrize(
     ("sites", "flag", "code"),
     [
@@ -212,13 +222,12 @@ def test_a_failing_model_is_exit_1_and_debug_shows_the_traceback(factories, monk
     assert isinstance(run("explain", "made_models.py:pair", "--debug").exception, TypeError)
 
 
-def test_dump_writes_the_report_and_asks_for_the_graphs(explain, factories, tmp_path):
-    folder = tmp_path / "new" / "out"
-    result = run("dump", "made_models.py:pair", str(folder))
+def test_dump_asks_for_files_in_the_directory(explain, factories, tmp_path):
+    result = run("dump", "made_models.py:pair", str(tmp_path / "out"))
     assert result.exit_code == 0, result.stderr
-    assert explain.calls[0][3] == {"dump": str(folder)}
-    assert (folder / "report.txt").read_text() == f"{explain.report}\n"
-    assert json.loads((folder / "report.json").read_text())["schema"] == "moefuse.report/1"
+    assert explain.calls[0][3] == {"dump": str(tmp_path / "out")}
+    assert result.stdout == f"{explain.report}\n"
+    assert result.stderr == f"written to {tmp_path / 'out'}\n"
 
 
 def test_dump_refuses_a_file_as_directory(explain, factories):
@@ -254,3 +263,19 @@ def test_without_typer_the_error_says_what_to_install():
     code = "import sys; sys.modules['typer'] = None; import moefuse.cli"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "pip install 'moefuse[cli]'" in result.stderr
+
+
+def test_end_to_end_on_a_real_model(tmp_path):
+    result = run(
+        "dump", "hf:qwen3_moe", str(tmp_path), "--target", "reference", "--json", "--fail-on-unfused"
+    )
+    assert result.exit_code == 0, result.stderr
+    data = json.loads(result.stdout)
+    assert data["summary"] == {"layers": 2, "fused": 2, "graphs": 1}
+    sites = data["graphs"][0]["sites"]
+    assert [site["layer"] for site in sites] == [f"model.layers.{i}.mlp.experts" for i in range(2)]
+    assert {site["target"] for site in sites} == {"reference"}
+    assert json.loads((tmp_path / "report.json").read_text()) == data
+    (before,), (after,) = (list(tmp_path.glob(f"graph*.{stage}.txt")) for stage in ("before", "after"))
+    assert "moefuse.mega_moe" not in before.read_text()
+    assert after.read_text().count("= moefuse.mega_moe") == 2

@@ -14,7 +14,7 @@ become `aten.copy_` nodes at the end. Everything else that can't be told apart a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,14 +22,11 @@ import torch
 from torch import fx
 from torch._guards import TracingContext, detect_fake_mode
 from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
+from moefuse.graph.interpret import CaptureError, EagerInterpreter
+
 __all__ = ["CaptureError", "Captured", "capture", "is_control_flow"]
-
-
-class CaptureError(RuntimeError):
-    """The graph can't be made functional without risk of another meaning; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -128,11 +125,14 @@ class _Capture:
     # -- inputs
 
     def _fake_mode(self) -> FakeTensorMode:
+        for value in self.inputs:
+            if isinstance(value, FakeTensor):
+                return value.fake_mode
         context = TracingContext.try_get()
         if context is not None and context.fake_mode is not None:
             return context.fake_mode
         values = [n.meta.get("example_value", n.meta.get("val")) for n in self.placeholders]
-        mode = detect_fake_mode([*self.inputs, *values])
+        mode = detect_fake_mode(values)
         if mode is not None:
             return mode
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -170,7 +170,6 @@ class _Capture:
                 self.mode,
                 fx.traceback.preserve_node_meta(),
                 enable_python_dispatcher(),
-                _keep_grad_mode(),
             ):
                 return make_fx(
                     function,
@@ -196,11 +195,9 @@ class _Capture:
                 name: by_id[id(t)]
                 for name, t in zip(self.attributes.names, self.attributes.tensors, strict=True)
             }
-            interpreter = _Interpreter(self.gm, attributes, self.training)
+            interpreter = EagerInterpreter(self.gm, attributes, self.training)
             with _functionalization(), _module_attributes(self.gm, attributes):
-                outputs = pytree.tree_leaves(interpreter.run(*wrapped[:count]))
-                if torch.is_grad_enabled() != interpreter.grad_at_start:
-                    raise CaptureError("the graph leaves gradient mode changed for its caller")
+                outputs = pytree.tree_leaves(interpreter.run_whole(*wrapped[:count]))
                 written = self._written(list(flat), wrapped)
                 results = _plain_outputs(list(flat), wrapped, outputs)
             with torch.no_grad():  # a leaf that requires grad may be among them: nothing is computed here
@@ -265,118 +262,6 @@ class _Capture:
         graph.lint()
         traced.recompile()
         return Captured(traced, frozenset(parameters))
-
-
-class _Interpreter(fx.Interpreter):
-    """Runs the original graph; keeps what a trace below autograd doesn't see by itself."""
-
-    def __init__(self, gm: fx.GraphModule, attributes: dict[str, Any], training: bool) -> None:
-        super().__init__(gm)
-        self.attributes = attributes
-        self.training = training
-        self.grad_at_start = torch.is_grad_enabled()
-        # Memory of tensors that autograd follows; weak references, or freed memory would be taken for it.
-        self.with_history: set[StorageWeakRef] = set()
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        if n.meta.get("unbacked_bindings"):
-            from torch.fx.experimental.symbolic_shapes import rebind_unbacked
-
-            mode = detect_fake_mode()
-            assert mode is not None
-            rebind_unbacked(mode.shape_env, n, result)
-        return result
-
-    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        known = self.attributes.get(target)
-        return super().get_attr(target, args, kwargs) if known is None else known
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target is torch.autograd.grad_mode._enter_inference_mode:
-            # Inference tensors can't be traced by autograd; only "no history" matters here.
-            previous = torch.is_grad_enabled()
-            torch._C._set_grad_enabled(not args[0] and previous)
-            return previous
-        if target is torch.autograd.grad_mode._exit_inference_mode:
-            torch._C._set_grad_enabled(args[0])
-            return None
-        if self.training and target is torch.ops.higher_order.tag_activation_checkpoint:
-            return self._checkpoint(*args)
-        if self.training and isinstance(target, torch._ops.HigherOrderOperator):
-            # It brings its own backward, which a trace below autograd would lose.
-            raise CaptureError(f"higher order operator {_name(target)} under gradients")
-        return self._call(super().call_function, target, args, kwargs)
-
-    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return self._call(super().call_method, target, args, kwargs)
-
-    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return self._call(super().call_module, target, args, kwargs)
-
-    def _checkpoint(self, body: fx.GraphModule, *args: Any) -> Any:
-        """Inline a checkpointed region; its nodes carry the tags by which AOTAutograd recomputes them."""
-        from torch._higher_order_ops.wrap import uid
-        from torch.fx.experimental.proxy_tensor import get_proxy_mode
-        from torch.utils.checkpoint import CheckpointPolicy
-
-        if "_checkpoint_context_fn" in body.meta:
-            raise CaptureError("selective activation checkpointing (context_fn) under gradients")
-        mode = get_proxy_mode()
-        assert mode is not None
-        last = next(reversed(mode.tracer.graph.nodes))
-        inner = _Interpreter(body, {}, self.training)
-        inner.with_history = self.with_history
-        result = inner.run(*args)
-        region = next(uid)
-        while (last := last.next).op != "root":
-            last.meta.setdefault("recompute", CheckpointPolicy.PREFER_RECOMPUTE)
-            last.meta.setdefault("ac_graph_id", region)
-        return result
-
-    def _call(self, run: Callable[..., Any], target: Any, args: Any, kwargs: Any) -> Any:
-        if not self.training:
-            return run(target, args, kwargs)
-        originals: dict[int, torch.Tensor] = {}
-        if not torch.is_grad_enabled():
-            args, kwargs = pytree.tree_map_only(
-                torch.Tensor, lambda t: _cut_history(t, originals), (args, kwargs)
-            )
-        operands = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        before = [(t, t._version, t.requires_grad) for t in operands]
-        self._remember([t for t in operands if t.requires_grad])
-        self._remember(originals.values())
-        result = run(target, args, kwargs)
-        for t, version, required in before:
-            if required and not t.requires_grad:
-                raise CaptureError(f"{_name(target)} drops the history of a tensor in place")
-            if t._version != version and not required and _memory(t) in self.with_history:
-                # Eager mode keeps the old derivative here; a functional graph would lose it.
-                raise CaptureError(f"{_name(target)} writes to a tensor with history, unseen by autograd")
-        outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-        self._remember([t for t in outputs if t.requires_grad])
-        # The node may hand back its very input (`x.contiguous()`): that keeps its history.
-        return pytree.tree_map_only(torch.Tensor, lambda t: originals.get(id(t), t), result)
-
-    def _remember(self, tensors: Iterable[torch.Tensor]) -> None:
-        self.with_history.update(map(_memory, tensors))
-
-
-def _memory(t: torch.Tensor) -> StorageWeakRef:
-    return StorageWeakRef(t.untyped_storage())
-
-
-def _cut_history(t: torch.Tensor, originals: dict[int, torch.Tensor]) -> torch.Tensor:
-    """What flows into a gradient-free region goes through a detach that stands in the graph."""
-    if not t.requires_grad:
-        return t
-    detached = t.detach()
-    originals[id(detached)] = t
-    return detached
-
-
-def _name(target: Any) -> str:
-    return str(getattr(target, "__name__", target))
 
 
 def _check_input(node: fx.Node, value: Any) -> None:
@@ -518,13 +403,3 @@ def _functionalization() -> Iterator[None]:
         yield
     finally:
         torch._disable_functionalization()
-
-
-@contextlib.contextmanager
-def _keep_grad_mode() -> Iterator[None]:
-    """A graph may switch gradients off and fail half-way."""
-    grad = torch.is_grad_enabled()
-    try:
-        yield
-    finally:
-        torch.set_grad_enabled(grad)

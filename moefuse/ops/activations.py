@@ -63,7 +63,9 @@ def _relu2(g: Tensor) -> Tensor:
 
 
 _TABLE = (
-    Activation("swiglu", True, "silu(min(g, limit)) * clamp(u, -limit, limit)", _swiglu, ("limit",), optional=1),
+    Activation(
+        "swiglu", True, "silu(min(g, limit)) * clamp(u, -limit, limit)", _swiglu, ("limit",), optional=1
+    ),
     Activation("swiglustep", True, "min(silu(g), limit) * clamp(u, -limit, limit)", _swiglustep, ("limit",)),
     Activation(
         "swigluoai",
@@ -80,7 +82,9 @@ _TABLE = (
         ("beta", "linear_beta"),
     ),
     Activation("geglu", True, "gelu(g) * u, gelu by erf", lambda g, u: F.gelu(g) * u),
-    Activation("geglu_tanh", True, "gelu(g) * u, gelu by tanh", lambda g, u: F.gelu(g, approximate="tanh") * u),
+    Activation(
+        "geglu_tanh", True, "gelu(g) * u, gelu by tanh", lambda g, u: F.gelu(g, approximate="tanh") * u
+    ),
     Activation("quick_geglu", True, "g * sigmoid(1.702 g) * u", lambda g, u: _quick_gelu(g) * u),
     Activation("reglu", True, "relu(g) * u", lambda g, u: F.relu(g) * u),
     Activation("relu2glu", True, "relu(g)^2 * u", lambda g, u: _relu2(g) * u),

@@ -33,7 +33,7 @@ def of_expert(tensors: Sequence[Tensor], expert: int, experts: int, stacked_dim:
     if not tensors:
         return ()
     if tensors[0].dim() == stacked_dim:
-        return tuple(tensor[expert] for tensor in tensors)
+        return tuple(tensor.select(0, expert) for tensor in tensors)
     return tuple(tensors[expert::experts])
 
 
@@ -55,7 +55,9 @@ def scale_rows(rows: Tensor, weights: Tensor) -> Tensor:
     return (rows.to(dtype) * weights.to(dtype).unsqueeze(1)).to(rows.dtype)
 
 
-def expert_rows(x: Tensor, weights: Tensor, tensors: ExpertTensors, options: Options, dtype: torch.dtype) -> Tensor:
+def expert_rows(
+    x: Tensor, weights: Tensor, tensors: ExpertTensors, options: Options, dtype: torch.dtype
+) -> Tensor:
     """What one expert adds to its tokens.
 
     x [n, H], weights [n] (routing), `dtype` the dtype of the sum. Returns [n, O] in `dtype`. GEMMs and the

@@ -31,7 +31,7 @@ class MegaMoeFunction(torch.autograd.Function):
     """mega_moe under autograd: saves the inputs, and nothing of the forward computation."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         call: Callable[..., tuple[Tensor, Tensor]],
         constants: dict[str, Any],
@@ -51,7 +51,7 @@ class MegaMoeFunction(torch.autograd.Function):
         return y, nums
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor, _grad_nums: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_y: Tensor, _grad_nums: Tensor | None) -> tuple[Any, ...]:
         """Gradients in the order of forward's arguments, None where none is needed."""
         x, topk_ids, topk_weights, *flat = ctx.saved_tensors
         lists = _cut(flat, ctx.lengths)
@@ -126,7 +126,9 @@ def _expert_gradients(
     grad: Tensor, x: Tensor, weights: Tensor, tensors: ExpertTensors, options: Options
 ) -> list[Tensor]:
     """Gradients of one expert's rows [n, O]: of x [n, H], of the routing weights [n], then of its tensors."""
-    with torch.enable_grad():
+    # the dispatcher runs an operator's kernel below autograd: let this small graph be recorded all the same
+    below = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+    with below, torch.enable_grad():
         inputs = [t.detach().requires_grad_() for t in (x, weights, *(t for part in tensors for t in part))]
         lists = iter(inputs[2:])
         own = ExpertTensors(*(tuple(next(lists) for _ in part) for part in tensors))

@@ -1,5 +1,7 @@
-"""The `moefuse` operator library: kept alive here for the life of the process, since its registrations end
-with it. In: nothing. Out: `LIBRARY` and the tags that all of its operators carry.
+"""The `moefuse` operator library.
+
+In: nothing. Out: `LIBRARY`, kept alive here since its registrations end with it, and the tags of all of its
+operators.
 """
 
 import torch

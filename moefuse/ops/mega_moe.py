@@ -5,7 +5,7 @@ Out: y [T, O] and the slots that each expert received. Functional, differentiabl
 `mega_moe_backward`, in gradient.py), with a symbolic token count; ids outside 0..E-1 contribute nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -66,7 +66,9 @@ def _fake(
     return y, x.new_empty((options.local_experts,), dtype=torch.int32)
 
 
-def _below_autograd(keyset: torch._C.DispatchKeySet, args: Sequence[Any], constants: dict[str, Any]) -> Any:
+def _below_autograd(
+    keyset: torch._C.DispatchKeySet, args: Sequence[Any], constants: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
     """Run what lies under autograd: straight the implementation, or the dispatcher where a mode or a subclass waits.
 
     The second walk through the dispatcher costs as much as the first, which matters at one token.
@@ -75,26 +77,27 @@ def _below_autograd(keyset: torch._C.DispatchKeySet, args: Sequence[Any], consta
     if below.highestPriorityTypeId() in _PLAIN_KEYS:
         return _run(*args, **constants)
     with torch._C._AutoDispatchBelowAutograd():
-        return _OP.redispatch(keyset & torch._C._after_autograd_keyset, *args, **constants)
+        y, nums = _OP.redispatch(keyset & torch._C._after_autograd_keyset, *args, **constants)
+    return y, nums
 
 
 def _autograd(keyset: torch._C.DispatchKeySet, *args: Any, **constants: Any) -> tuple[Tensor, Tensor]:
     if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
-        return cast(tuple[Tensor, Tensor], _below_autograd(keyset, args, constants))
+        return _below_autograd(keyset, args, constants)
     lists = args[4:]
-    return cast(
-        tuple[Tensor, Tensor],
-        MegaMoeFunction.apply(
-            lambda *inputs, **kwargs: _below_autograd(keyset, inputs, kwargs),
-            constants,
-            [len(tensors) for tensors in lists],
-            *args[:4],
-            *(tensor for tensors in lists for tensor in tensors),
-        ),
+    return _apply(
+        lambda *inputs, **kwargs: _below_autograd(keyset, inputs, kwargs),
+        constants,
+        [len(tensors) for tensors in lists],
+        *args[:4],
+        *(tensor for tensors in lists for tensor in tensors),
     )
 
 
-_PLAIN_KEYS = frozenset((torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA, torch._C.DispatchKey.PrivateUse1))
+_apply = cast(Callable[..., tuple[Tensor, Tensor]], MegaMoeFunction.apply)
+_PLAIN_KEYS = frozenset(
+    (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA, torch._C.DispatchKey.PrivateUse1)
+)
 
 LIBRARY.define(_SCHEMA, tags=TAGS)
 _OP = torch.ops.moefuse.mega_moe.default

@@ -120,7 +120,8 @@ def _check_routing(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
         same = tensor.shape[0] == tokens
         if same is not True:
             torch._check_value(
-                same, lambda t=tensor, n=name: f"mega_moe: {n}: expected {tokens} rows as x has, got {t.shape[0]}"
+                same,
+                lambda t=tensor, n=name: f"mega_moe: {n}: expected {tokens} rows as x has, got {t.shape[0]}",
             )
 
 
@@ -137,7 +138,9 @@ def _expert_shape(
         raise ValueError(f"mega_moe: {name}: expected {count} {form} tensors, got {len(weights)}")
     shape = weights[0].shape
     if len(shape) != (3 if stacked else 2) or (stacked and shape[0] != experts):
-        raise ValueError(f"mega_moe: {name}: expected [{experts}, .., ..] or 2-D per expert, got {tuple(shape)}")
+        raise ValueError(
+            f"mega_moe: {name}: expected [{experts}, .., ..] or 2-D per expert, got {tuple(shape)}"
+        )
     for weight in weights:
         if weight.shape != shape:
             raise ValueError(f"mega_moe: {name}: shapes differ: {tuple(shape)} and {tuple(weight.shape)}")

@@ -90,7 +90,9 @@ def _overload(program: str, func: ast.expr) -> torch._ops.OpOverload:
 
 def _constant(program: str, node: ast.expr) -> Any:
     """A number, string, None, bool or torch dtype; a sign before a number is part of it."""
-    if isinstance(node, ast.Constant) and (node.value is None or isinstance(node.value, bool | int | float | str)):
+    if isinstance(node, ast.Constant) and (
+        node.value is None or isinstance(node.value, bool | int | float | str)
+    ):
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         value = _constant(program, node.operand)
@@ -102,11 +104,15 @@ def _constant(program: str, node: ast.expr) -> Any:
         dtype = getattr(torch, node.attr, None)
         if isinstance(dtype, torch.dtype):
             return dtype
-    _fail(program, node, "expected g, u, a number, a string, None, True, False, a torch dtype or a call")
+    return _fail(
+        program, node, "expected g, u, a number, a string, None, True, False, a torch dtype or a call"
+    )
 
 
 def _no_up(program: str) -> NoReturn:
-    raise ValueError(f"activation_program: {program!r} reads u, but the expert has no up part (gate_up='none')")
+    raise ValueError(
+        f"activation_program: {program!r} reads u, but the expert has no up part (gate_up='none')"
+    )
 
 
 def _fail(program: str, node: ast.expr, why: str) -> NoReturn:

@@ -103,7 +103,9 @@ class MoeSpec:
         if not self.has_router_weight:
             words.append("no routing weight")
         elif self.weight_position != "output":
-            words.append(f"routing weight on the {'input' if self.weight_position == 'input' else 'activation'}")
+            words.append(
+                f"routing weight on the {'input' if self.weight_position == 'input' else 'activation'}"
+            )
         if self.weight_form == "list":
             words.append("per-expert tensors")
         return ", ".join(words)

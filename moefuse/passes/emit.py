@@ -19,7 +19,7 @@ from moefuse.patterns.site import weight_units
 
 aten = torch.ops.aten
 
-INHERITED_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "seq_nr", "custom")
+INHERITED_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "seq_nr", "custom", "recompute", "ac_graph_id")
 """What a new node takes over from the node that it stands for."""
 
 
@@ -47,9 +47,10 @@ class Emitter:
         symbolic = [i for i, size in enumerate(wanted) if not isinstance(size, int)]
         if infer and len(symbolic) == 1 and 0 not in wanted:
             return [-1 if i in symbolic else size for i, size in enumerate(wanted)]
-        return [size if isinstance(size, int) else self._size_node(size) for size in wanted]
+        return [size if isinstance(size, int) else self.size_node(size) for size in wanted]
 
-    def _size_node(self, size: Size) -> Node:
+    def size_node(self, size: Size) -> Node:
+        """A node that holds a symbolic size, read off one of the size sources. Conflict where none has it."""
         for source in self.size_sources:
             for dim, candidate in enumerate(value(source).shape):
                 if sizes.same(candidate, size):

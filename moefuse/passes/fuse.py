@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from moefuse.passes.emit import Emitter
 from moefuse.patterns.facts import Axis, Conflict, Dims, Expr, Leaf, group_size
 from moefuse.patterns.router import walk
-from moefuse.patterns.rules import value
+from moefuse.patterns.rules import op_name, value
 from moefuse.patterns.site import Site
 
 aten = torch.ops.aten
@@ -30,8 +30,18 @@ def fuse_site(graph: Graph, site: Site, target: str) -> Node:
         result = emitter.call(aten.add.Tensor, site.base, result)
     if value(result).dtype != value(site.node).dtype or value(result).dim() != value(site.node).dim():
         raise Conflict(f"the fused output is {value(result).dtype} {tuple(value(result).shape)}")
+    _resize(graph, site)
     site.node.replace_all_uses_with(result)
     return call
+
+
+def _resize(graph: Graph, site: Site) -> None:
+    """Sizes that the model reads off expert rows are read off the operands instead: the rows go."""
+    operands = [leaf.node for leaf in operand_leaves(site)]
+    for row in expert_rows(site):
+        for user in [user for user in row.users if op_name(user) == "aten::sym_size"]:
+            earlier = [node for node in operands if node < user]
+            user.replace_all_uses_with(Emitter(graph, user, earlier).size_node(value(user)))
 
 
 def _call(emitter: Emitter, site: Site, target: str) -> Node:
@@ -40,6 +50,10 @@ def _call(emitter: Emitter, site: Site, target: str) -> Node:
     hidden, inner = frozenset(site.hidden), site.roles["inner"]
     x = emitter.tensor(site.x, (site.tokens, site.hidden))
     ids = emitter.tensor(site.ids, slots)
+    if not spec.ids_checked and any(at.wraps for leaf in [*site.weight1, site.weight2] for at in leaf.selectors):
+        # The model's own weight[ids] counts negative ids from the end; the node would skip them.
+        below = emitter.call(aten.lt.Scalar, ids, 0)
+        ids = emitter.call(aten.where.self, below, emitter.call(aten.add.Scalar, ids, spec.num_experts), ids)
     weights = emitter.weights(site.weights, ids, slots, spec.router_dtype)
     return emitter.call(
         torch.ops.moefuse.mega_moe.default,
@@ -93,16 +107,21 @@ def escaping(site: Site) -> tuple[Node, Node] | None:
     The region holds every node between the site's first GEMM and its output. A rewrite would stay right if a row
     escaped, but its GEMMs would run twice.
     """
-    region = _region(site)
-    rows: set[Node] = set()
-    for node in sorted(region):  # fx nodes order by their place in the graph
-        if node in site.gemms or any(arg in rows for arg in node.all_input_nodes):
-            rows.add(node)
+    rows = expert_rows(site)
     for row in sorted(rows):
         for user in row.users:
-            if user not in rows and user is not site.node:
+            if user not in rows and user is not site.node and op_name(user) != "aten::sym_size":
                 return row, user
     return None
+
+
+def expert_rows(site: Site) -> set[Node]:
+    """The nodes of the region that hold expert rows: the GEMMs and what is made from them."""
+    rows: set[Node] = set()
+    for node in sorted(_region(site)):  # fx nodes order by their place in the graph
+        if node in site.gemms or any(arg in rows for arg in node.all_input_nodes if op_name(node) != "aten::sym_size"):
+            rows.add(node)
+    return rows
 
 
 def _region(site: Site) -> set[Node]:

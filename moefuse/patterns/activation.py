@@ -17,9 +17,13 @@ import torch
 from moefuse.ops import program as programs
 from moefuse.ops.activations import ACTIVATIONS, CUSTOM
 from moefuse.patterns.facts import Conflict, Const, Expr, Op
+from moefuse.patterns.router import is_rounding
 
 MAX_CONSTANTS = 8
 """More different numbers than this in one program: no table entry has them; don't try all combinations."""
+
+COMPARISONS = {"where", "lt", "gt", "le", "ge", "eq", "ne", "sign", "floor", "ceil", "round", "trunc", "_to_copy"}
+"""Operators that can make a function differ on a set that no sampling finds."""
 
 RELATIVE = 1e-9
 """float64 noise of two spellings of one function is about 1e-15 of the result; different ones differ by > 1e-5."""
@@ -47,7 +51,7 @@ def to_program(expr: Expr, leaf: Callable[[Expr], str | None]) -> str:
         return _number(expr.value)
     if not isinstance(expr, Op):
         raise Conflict(f"the activation reads {_words(expr)}")
-    if expr.target is torch.ops.aten._to_copy.default:
+    if is_rounding(expr):
         return to_program(expr.args[0], leaf)
     if expr.target.namespace != "aten":
         raise Conflict(f"the activation uses {expr.target}")
@@ -73,7 +77,12 @@ def classify(program: str, gated: bool) -> Classified:
     """The table's name for a program over g (and u), trying both roles of the leaves; `custom` if none fits."""
     points = _points(program)
     g, u = points if gated else (points[0], None)
-    wanted = programs.evaluate(program, g, u)
+    try:
+        wanted = programs.evaluate(program, g, u).to(g.dtype)
+    except (ValueError, RuntimeError, TypeError) as error:
+        raise Conflict(f"the activation can't be run on its own: {error}") from None
+    if COMPARISONS & {node.attr for node in ast.walk(ast.parse(program, mode="eval")) if isinstance(node, ast.Attribute)}:
+        return Classified(CUSTOM, (), program)  # it may differ from a known function anywhere
     for swapped in (False, True) if gated else (False,):
         gate, up = (u, g) if swapped else (g, u)
         for name, params in _candidates(program, gated):
@@ -116,13 +125,31 @@ def _finite(name: str, params: tuple[float, ...]) -> bool:
 
 
 def _points(program: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pairs (g, u) in float64: a seeded normal cloud, zeros, and the neighbourhood of every constant."""
+    """Pairs (g, u) in float64 that tell two pointwise functions apart.
+
+    A seeded normal cloud, all magnitudes, the neighbourhood of every constant and of what two of them can make
+    (a knee at 6 may be written as `2 g < 12`), and a cloud as wide as each constant.
+    """
     generator = torch.Generator().manual_seed(0)
-    scale = max([4.0, *(2 * c for c in constants(program) if c < 1e4)])
-    cloud = torch.randn(2, 1024, generator=generator, dtype=torch.float64) * scale / 2
-    small = torch.randn(2, 256, generator=generator, dtype=torch.float64)
-    knees = [s * c + d for c in constants(program) if c < 1e4 for s in (-1, 1) for d in (-1e-3, 0.0, 1e-3)]
-    axis = torch.tensor([*knees, 0.0, -1.0, 1.0, 12.0, -12.0], dtype=torch.float64)
-    grid = torch.cartesian_prod(axis, axis).T
-    g, u = torch.cat([cloud, small, grid], dim=1)
+    numbers = [c for c in constants(program) if math.isfinite(c) and c > 0][:MAX_CONSTANTS]
+    knees = {v for a in numbers for b in (1.0, *numbers) for v in (a * b, a / b, b / a, a + b, abs(a - b))}
+    knees = {v for v in knees if 0 < v < 1e30}
+    axis = torch.tensor([s * v * f for v in sorted(knees) for s in (-1, 1) for f in (1 - 1e-3, 1, 1 + 1e-3)])
+    axis = torch.cat([axis.double(), torch.tensor([0.0, -1.0, 1.0, 12.0, -12.0], dtype=torch.float64)])
+    partner = torch.randn(axis.numel(), generator=generator, dtype=torch.float64)
+    scales = torch.tensor([0.5, 2.0, 8.0, *(2 * c for c in numbers)], dtype=torch.float64)
+    cloud = torch.randn(2, scales.numel(), 256, generator=generator, dtype=torch.float64) * scales[:, None]
+    wide = torch.logspace(-8, 30, 400, dtype=torch.float64) * torch.tensor([1.0, -1.0], dtype=torch.float64)[:, None]
+    wide = wide.reshape(-1)
+    ones = torch.randn(wide.numel(), generator=generator, dtype=torch.float64)
+    grid = torch.cartesian_prod(axis, axis).T if axis.numel() <= 64 else torch.stack([axis, axis.flip(0)])
+    pairs = [
+        cloud.reshape(2, -1),
+        torch.stack([axis, partner]),
+        torch.stack([partner, axis]),
+        torch.stack([wide, ones]),
+        torch.stack([ones, wide]),
+        grid,
+    ]
+    g, u = torch.cat(pairs, dim=1)
     return g.contiguous(), u.contiguous()

@@ -54,6 +54,7 @@ class Lifter:
     def __init__(self) -> None:
         self.result = Lifted()
         self.forced = False
+        self._opened: dict[Leaf, Expr | None] = {}
 
     # --- what rules ask for ------------------------------------------------------------------------------
 
@@ -70,9 +71,12 @@ class Lifter:
         """See `rules.Lifting`. A leaf whose node no rule can open stays as it is."""
         if not isinstance(expr, Leaf):
             return expr.rebuilt(lambda part: self.expand(part, opaque))
-        if not opaque(expr) or (opened := self._open(expr)) is None:
+        if not opaque(expr):
             return expr
-        return self.expand(opened, opaque)
+        if expr not in self._opened:  # the same leaf twice must come out as the same expression
+            self._opened[expr] = self._open(expr)
+        opened = self._opened[expr]
+        return expr if opened is None else self.expand(opened, opaque)
 
     def _open(self, leaf: Leaf) -> Expr | None:
         outcome = self._forced(leaf.node)
@@ -162,8 +166,10 @@ class Lifter:
     # --- losses ------------------------------------------------------------------------------------------
 
     def _lose(self, node: Node, conflict: Conflict) -> None:
-        if not any(self._meant_something(arg) for arg in node.all_input_nodes):
-            return  # a view of an opaque tensor that doesn't regroup: simply another opaque tensor
+        rule = rule_for(node)
+        if rule is not None and rule.__module__ == structure.__name__:
+            if not any(self._meant_something(arg) for arg in node.all_input_nodes):
+                return  # a view of an opaque tensor that doesn't regroup: simply another opaque tensor
         if conflict.at is not None:
             cause = self.result.losses.get(conflict.at)
         else:

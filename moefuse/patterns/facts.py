@@ -59,10 +59,14 @@ class Part:
 
 @dataclass(frozen=True)
 class At:
-    """The index that an integer expression gives (`weight[ids]`), into a dimension of `size` elements."""
+    """The index that an integer expression gives (`weight[ids]`), into a dimension of `size` elements.
+
+    wraps: indexing counts negative values from the end, as aten.index does; a grouped GEMM doesn't.
+    """
 
     expr: "Expr"
     size: Size = field(compare=False)
+    wraps: bool = field(default=False, compare=False)
 
 
 Digit = Axis | Perm | Part | At
@@ -340,7 +344,7 @@ def bind_group(group: Group, binding: Binding) -> Group:
         elif isinstance(digit, Part):
             result.append(Part(bind_group(digit.group, binding), digit.start, digit.step, digit.size))
         else:
-            result.append(At(bind(digit.expr, binding), digit.size))
+            result.append(At(bind(digit.expr, binding), digit.size, digit.wraps))
     return tuple(result)
 
 

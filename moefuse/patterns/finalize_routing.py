@@ -36,18 +36,21 @@ def sum_(lift: Lifting, node: Node) -> Outcome:
     rank = len(fact.dims)
     dims = argument(node, 1, "dim", None)
     dims = range(rank) if not dims else [dims] if isinstance(dims, int) else dims
-    summed = {int(d) % rank for d in dims} if rank else set()
-    over = tuple(axis for d in sorted(summed) for axis in _summable(fact, fact.dims[d]))
+    gone = {int(d) % rank for d in dims} if rank else set()
+    over = tuple(axis for d in sorted(gone) for axis in _summable(fact, fact.dims[d]))
     keep = bool(argument(node, 2, "keepdim", False))
-    rest = tuple(() if d in summed else g for d, g in enumerate(fact.dims) if keep or d not in summed)
+    rest = tuple(() if d in gone else g for d, g in enumerate(fact.dims) if keep or d not in gone)
     if (count := count_of(fact, set(over))) is not None:
         return Fact(count.expr, rest)
-    expr = fact.expr
-    if not expr.hard:
-        expr = scored_experts(lift, expr, over)
-    if not expr.hard:
-        return None
-    return Fact(choose_experts(Sum(expr, over, node)), rest)
+    expr = summed(lift, fact.expr, over, node)
+    return None if expr is None else Fact(expr, rest)
+
+
+def summed(lift: Lifting, rows: Expr, over: tuple[Axis, ...], node: Node) -> Expr | None:
+    """The sum of expert rows over axes, those of all experts weighed by scores included; None for other sums."""
+    if not rows.hard:
+        rows = scored_experts(lift, rows, over)
+    return choose_experts(Sum(rows, over, node)) if rows.hard else None
 
 
 def _summable(fact: Fact, group: Group) -> tuple[Axis, ...]:

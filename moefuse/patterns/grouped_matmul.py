@@ -22,11 +22,12 @@ from moefuse.patterns.facts import (
     Offs,
     Op,
     Perm,
-    Sum,
     Unifier,
     bind,
+    group_axes,
     group_size,
 )
+from moefuse.patterns.finalize_routing import summed
 from moefuse.patterns.router import expert_weight, strip_casts, walk
 from moefuse.patterns.rules import Lifting, Outcome, argument, rule
 
@@ -106,12 +107,8 @@ def contract(lift: Lifting, node: Node, a: Fact, b: Fact) -> Outcome:
     expert = lift.forced or _is_expert(left, right, axes) or _is_expert(right, left, axes)
     if expert:
         return Fact(Dot(left, right, axes, True, node), dims)
-    return Fact(Sum(product(left, right, node), axes, node), dims)
-
-
-def product(a: Expr, b: Expr, node: Node) -> Op:
-    """a * b as an expression."""
-    return Op(torch.ops.aten.mul.Tensor, (a, b), (), node)
+    total = summed(lift, Op(torch.ops.aten.mul.Tensor, (left, right), (), node), axes, node)
+    return None if total is None else Fact(total, dims)
 
 
 def _selective(fact: Fact) -> bool:
@@ -130,5 +127,8 @@ def _is_expert(weight: Expr, rows: Expr, over: tuple[Axis, ...]) -> bool:
         others = selected.axes - selected.selectors[0].expr.axes
         return others.issuperset(over) and len(others) > len(over)
     # Batched over all experts: the weight shares its expert axis with scores per (token, expert).
-    scored = [axis for e in walk(rows) if isinstance(e, Dense) for g in e.groups() for axis in g]
-    return any(axis in leaf.axes for axis in scored) and not leaf.selectors
+    for score in (e for e in walk(rows) if isinstance(e, Dense)):
+        experts = group_axes(score.at)
+        if experts and experts <= leaf.axes - set(over) and score.ids.axes.isdisjoint(leaf.axes):
+            return True
+    return False

@@ -132,7 +132,7 @@ def take(lift: Lifting, node: Node, source: Fact, dim: int, by_node: Node) -> Ou
     if len(group) != 1 or not isinstance(group[0], Axis):
         return None
     axis = group[0]
-    expr = bind(source.expr, {axis: (At(by.expr, axis.size),)})
+    expr = bind(source.expr, {axis: (At(by.expr, axis.size, wraps=True),)})
     return Fact(expr, source.dims[:dim] + by.dims + source.dims[dim + 1 :])
 
 

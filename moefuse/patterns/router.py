@@ -121,10 +121,21 @@ def walk(expr: Expr) -> list[Expr]:
     return found
 
 
+ROUNDING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Casts between these only round; casts to integers or eight-bit floats are arithmetic of their own."""
+
+
+def is_rounding(expr: Expr) -> bool:
+    """True for a cast between float types."""
+    if not isinstance(expr, Op) or expr.target is not torch.ops.aten._to_copy.default or expr.node is None:
+        return False
+    return value(expr.node).dtype in ROUNDING and value(expr.node.args[0]).dtype in ROUNDING
+
+
 def strip_casts(expr: Expr) -> Expr:
     """The expression without outer casts between float types."""
-    while isinstance(expr, Op) and expr.target is torch.ops.aten._to_copy.default:
-        expr = expr.args[0]
+    while is_rounding(expr):
+        expr = expr.args[0]  # type: ignore[attr-defined]
     return expr
 
 
@@ -146,13 +157,26 @@ def pointwise(lift: Lifting, node: Node) -> Outcome:
     if not lift.forced and not any(_worth_keeping(fact) for fact in tensors.values()):
         return None
     if len(tensors) == 1:
-        return _unary(node, *tensors.popitem())
+        position, fact = tensors.popitem()
+        return fact if _changes_nothing(node) else _unary(node, position, fact)
     unifier = Unifier()
     dims: Dims = ()
     for fact in tensors.values():
         dims = _broadcast(unifier, dims, fact.dims)
     args = tuple(unifier.expr(tensors[i].expr) if i in tensors else number(arg) for i, arg in enumerate(node.args))
     return Fact(_op(node, args), tuple(unifier.resolve(group) for group in dims))
+
+
+NEUTRAL = {"aten::add": 0, "aten::sub": 0, "aten::mul": 1, "aten::div": 1}
+
+
+def _changes_nothing(node: Node) -> bool:
+    """x + 0, x - 0, x * 1, x / 1 in the dtype of x."""
+    neutral = NEUTRAL.get(node.target._schema.name)  # type: ignore[union-attr]
+    if neutral is None or node.kwargs or len(node.args) != 2 or not isinstance(node.args[0], Node):
+        return False
+    same = value(node).dtype == value(node.args[0]).dtype and value(node).shape == value(node.args[0]).shape
+    return same and isinstance(node.args[1], int | float) and node.args[1] == neutral
 
 
 def _broadcast(unifier: Unifier, left: Dims, right: Dims) -> Dims:

@@ -81,7 +81,7 @@ def factors(expr: Expr) -> list[Expr]:
     if isinstance(inner, Op) and inner.target in DIV and not inner.kwargs and not _as_expr(inner.args[1]).hard:
         inverse = Op(torch.ops.aten.reciprocal.default, (_as_expr(inner.args[1]),), (), inner.node)
         return [*factors(inner.args[0]), inverse]
-    return [inner if inner.hard else expr]
+    return [] if inner == Const(1.0) else [inner if inner.hard else expr]
 
 
 def _as_expr(arg: object) -> Expr:
@@ -158,8 +158,8 @@ def assemble(lift: Lifting, node: Node, expr: Expr, dims: Dims) -> Site:
     ids = _same_ids([second, *firsts])
     tokens = _token_axes(token_rows, firsts[0].over, ids, slots)
     used = [name for name, found in (("output", weights), ("mid", mid), ("input", inputs)) if _real(found)]
-    if len(used) > 1:
-        raise Conflict(f"routing weights at several places ({', '.join(used)})")
+    if len(used) > 1 or (used and used != ["output"] and weights):
+        raise Conflict(f"factors at several places of the layer ({', '.join(used)}, output)")
     _check_weights([*weights, *mid, *inputs], tokens, slots)
     position: WeightPosition = used[0] if used else "output"  # type: ignore[assignment]
     features = _output_features(dims, tokens)
@@ -215,10 +215,9 @@ def _split_activation(rows: Expr) -> tuple[Expr, list[Expr]]:
     if not soft:
         return rows, []
     kept = [f for f in every if f.hard or isinstance(f, Const)]
-    result = kept[0]
-    for factor in kept[1:]:
-        result = Op(torch.ops.aten.mul.Tensor, (result, factor))
-    return result, soft
+    if not any(f.hard for f in kept):
+        raise Conflict("no first expert GEMM feeds the second one")
+    return _times(kept), soft
 
 
 def _first_gemms(expr: Expr) -> list[Linear]:
@@ -242,15 +241,28 @@ def _token_rows(lift: Lifting, firsts: list[Linear], slots: tuple[Axis, ...]) ->
         renamed: dict[Axis, Group] = {old: (new,) for old, new in zip(first.over, firsts[0].over, strict=True)}
         opened = lift.expand(first.rows, lambda leaf: _per_slot(leaf, first.over, slots))
         every = factors(bind(opened, renamed))
-        row = [f for f in every if f.axes & set(firsts[0].over)]
-        if len(row) != 1:
-            raise Conflict(f"the input of `{first.node.name}` is a product of {len(row)} rows")
+        routing = [f for f in every if _is_routing_weight(f, firsts[0].over, slots)]
+        row = _times([f for f in every if f not in routing])
         if rows is None:
-            rows, weights = row[0], [f for f in every if f is not row[0]]
-        elif rows != row[0]:
+            rows, weights = row, routing
+        elif rows != row or weights != routing:
             raise Conflict("gate and up GEMM read different rows")
     assert rows is not None
     return rows, weights
+
+
+def _is_routing_weight(factor: Expr, features: tuple[Axis, ...], slots: tuple[Axis, ...]) -> bool:
+    """A factor of the input row that depends on the slot; all else belongs to the token row itself."""
+    if factor.axes & set(features):
+        return False
+    return bool(factor.axes & set(slots)) or any(isinstance(e, Leaf) and e.selectors for e in walk(factor))
+
+
+def _times(every: list[Expr]) -> Expr:
+    """The product of some factors."""
+    if not every:
+        raise Conflict("the input of the experts is no token row")
+    return functools.reduce(lambda a, b: Op(torch.ops.aten.mul.Tensor, (a, b)), every)
 
 
 def _per_slot(leaf: Leaf, over: tuple[Axis, ...], slots: tuple[Axis, ...]) -> bool:
@@ -358,8 +370,11 @@ def _affine(group: Group) -> tuple[int, list[tuple[Axis, int]]] | None:
 
 def entry_of(leaf: Leaf, axes: frozenset[Axis]) -> Group:
     """The digits of a leaf's index that run over the axes (of one dimension, or a whole part of one)."""
-    found = [tuple(d for d in group if group_axes((d,)) & axes) for group in leaf.index]
-    groups = [g for g in found if g]
+    groups = [
+        tuple(d for d in group if not isinstance(d, At) and group_axes((d,)) <= axes)
+        for group in leaf.index
+        if group_axes(group) & axes
+    ]
     if len(groups) != 1:
         raise Conflict(f"`{leaf.node.name}` is not a weight with one dimension per role")
     return groups[0]

@@ -14,6 +14,7 @@ from moefuse.patterns.facts import (
     Axis,
     Binding,
     Conflict,
+    Count,
     Digit,
     Dims,
     Fact,
@@ -166,6 +167,9 @@ def slice_(lift: Lifting, node: Node) -> Outcome:
     step = argument(node, 4, "step", 1)
     if step == 1 and sizes.same(before, after):
         return fact
+    if isinstance(fact.expr, Count) and argument(node, 2, "start", 0) in (0, None):
+        # bincount may return more entries than `minlength`: cutting them off leaves what the fact says.
+        return fact if argument(node, 3, "end") == group_size(fact.dims[dim]) else None
     if _plain(lift, fact):
         return None
     start = argument(node, 2, "start", 0) or 0

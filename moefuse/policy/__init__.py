@@ -53,6 +53,6 @@ def decide(spec: MoeSpec, *, target: str = AUTO) -> Decision:
     device_type = spec.device.partition(":")[0]
     chosen = _DEVICE_TARGETS.get(device_type)
     if chosen is None:
-        reason = f"no target runs on {device_type!r} yet; target=\"reference\" runs everywhere"
+        reason = f'no target runs on {device_type!r} yet; target="reference" runs everywhere'
         return Decision("", Verdict.refuse("target", reason, device=spec.device))
     return Decision(chosen, judge(spec, checks_of(chosen)))

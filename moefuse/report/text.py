@@ -37,7 +37,7 @@ def plain(report: Report) -> str:
         rows = [_HEAD, *(_row(site) for site in report.sites)]
         widths = [max(len(row[i].split("\n")[0]) for row in rows) for i in range(len(_HEAD) - 1)]
         sections.append("\n".join(_aligned(row, widths) for row in rows))
-    elif not any(graph.error for graph in report.graphs):
+    elif _searched(report):
         sections.append("\n".join(_NOTHING))
     if report.graphs:
         sections.append("\n".join(graph_line(graph) for graph in report.graphs))
@@ -68,7 +68,7 @@ def render(report: Report) -> RenderableType:
         parts.append(table)
     else:
         parts.append(Text("moefuse: " + summary(report), style="bold"))
-        if not any(graph.error for graph in report.graphs):
+        if _searched(report):
             parts.append(Text("\n".join(_NOTHING), style="yellow"))
     parts += [Text(graph_line(graph), style="red" if graph.error else "") for graph in report.graphs]
     return Group(*parts)
@@ -86,9 +86,10 @@ def to_dict(report: Report) -> dict[str, Any]:
 def summary(report: Report) -> str:
     """`2 of 2 MoE layers fused in 1 graph`."""
     layers = _count(len(report.sites), "MoE layer")
+    fused = f"{report.fused} of {layers} fused" if report.sites else "no MoE layer"
     failed = sum(bool(graph.error) for graph in report.graphs)
     trouble = f"; moefuse failed in {_count(failed, 'graph')}, see below" if failed else ""
-    return f"{report.fused} of {layers} fused in {_count(len(report.graphs), 'graph')}{trouble}"
+    return f"{fused} in {_count(len(report.graphs), 'graph')}{trouble}"
 
 
 def graph_line(graph: GraphReport) -> str:
@@ -113,6 +114,11 @@ def human_bytes(count: int) -> str:
             return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} TiB"
+
+
+def _searched(report: Report) -> bool:
+    """Whether finding nothing means something: no graph failed, and the search wasn't switched off."""
+    return not any(graph.error or "mode='off'" in graph.note for graph in report.graphs)
 
 
 def _row(site: LayerReport) -> tuple[str, ...]:

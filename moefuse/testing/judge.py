@@ -20,10 +20,14 @@ from moefuse.testing.oracle import SafeRun
 
 @dataclass(frozen=True)
 class Verdict:
-    """kind: see the module text; reason: the difference for `wrong`, the refusals for `refused`."""
+    """kind: see the module text; reason: the difference for `wrong`, the refusals for `refused`.
+
+    fused: how many sites were fused, for graphs that hold several.
+    """
 
     kind: Literal["equal", "refused", "wrong", "undefined"]
     reason: str = ""
+    fused: int = 0
 
 
 def judge(
@@ -47,7 +51,7 @@ def judge(
         if outcome.difference:
             return Verdict("wrong", f"{outcome.difference}\n{describe(result.report)}")
     if result.report.fused:
-        return Verdict("equal")
+        return Verdict("equal", fused=result.report.fused)
     return Verdict("refused", "; ".join(site.reason for site in result.report.sites))
 
 

@@ -22,7 +22,7 @@ from moefuse.testing.programs import Program, Sizes
 from tests.fuzz.test_harness import PLAIN, dynamic_tokens
 from tests.support import Block, deepseek_block, gpt_oss_block, llama4_block, qwen3_block
 
-MUTANTS = 60
+MUTANTS = 40
 
 ORDINARY = Sizes(6, 2, 4, 16, 24)
 T_IS_K = Sizes(2, 2, 4, 16, 24)
@@ -121,21 +121,24 @@ def test_no_mutant_gives_a_wrong_answer(name: str, fuzz_examples: int | None) ->
     count = MUTANTS if fuzz_examples is None else fuzz_examples
     seed = 0 if fuzz_examples is None else random.SystemRandom().randrange(2**31)
     base, more = BASES[name]()
-    rewrite_and_compare(base.graph_module, base.inputs, expect_fused=2 if name.startswith("two") else 1)
+    sites = 2 if name.startswith("two") else 1
+    rewrite_and_compare(base.graph_module, base.inputs, expect_fused=sites)
     inputs = (base.inputs, redraw(base.inputs, 1), *more)
     verdicts: Counter[str] = Counter()
     wrong: list[str] = []
+    fewer = 0
     for limit, depth in [(count, 1)] if fuzz_examples is None else [(count // 2, 1), (count // 2, 2)]:
         for mutant in mutants(base.graph_module, limit=limit, seed=seed, depth=depth):
             verdict = judge(mutant.graph_module, inputs)
             verdicts[verdict.kind] += 1
+            fewer += verdict.kind in ("equal", "refused") and verdict.fused < sites
             if verdict.kind == "wrong":
                 wrong.append(f"{mutant.kind}: {mutant.detail}\n  {verdict.reason}")
     print(f"{name}: {dict(verdicts)}")
     assert not wrong, f"{len(wrong)} wrong answers in {name}, seed {seed}\n" + "\n".join(wrong[:5])
     assert verdicts["equal"] + verdicts["refused"] >= 0.6 * count, f"most weren't judged: {dict(verdicts)}"
     assert verdicts["equal"] >= 3, f"not even the reordered graphs fuse: {dict(verdicts)}"
-    assert verdicts["refused"] >= 0.1 * count, f"hardly anything was refused: {dict(verdicts)}"
+    assert fewer >= 0.1 * count, f"hardly anything was refused: {fewer} of {dict(verdicts)}"
 
 
 def test_a_mutant_keeps_the_metadata_of_its_own_shapes() -> None:

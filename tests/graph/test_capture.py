@@ -206,6 +206,16 @@ def test_the_same_writes_are_fine_without_gradients() -> None:
         compare(write_through_data, x(), w())
 
 
+def test_switching_gradients_on_inside_no_grad_is_refused() -> None:
+    def fn(a: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            return a * 2
+
+    with torch.no_grad():
+        refused(fn, x(), match="switched on inside a graph")
+        compare(fn, torch.randn(3))
+
+
 def test_detach_in_place_is_refused() -> None:
     def fn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         h = a @ b
@@ -340,6 +350,17 @@ def test_autocast_region_becomes_casts() -> None:
 
     captured = compare(fn, x(), w())
     assert ops(captured).count("aten._to_copy.default") == 3
+
+
+def test_a_failure_inside_autocast_leaves_no_trace() -> None:
+    def fn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            h = a @ b
+            h.detach().mul_(2)
+            return h @ b
+
+    refused(fn, x(), w(), match="unseen by autograd")
+    assert not torch.is_autocast_enabled("cpu")
 
 
 # -- writes and sharing of memory

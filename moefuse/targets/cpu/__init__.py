@@ -32,5 +32,7 @@ class CpuTarget(Target):
     ) -> tuple[Tensor, Tensor]:
         """As `Target.run`, on one rank."""
         if options.ep_world_size != 1:
-            raise ValueError(f"mega_moe: ep_world_size: this target runs on one rank, got {options.ep_world_size}")
+            raise ValueError(
+                f"mega_moe: ep_world_size: this target runs on one rank, got {options.ep_world_size}"
+            )
         return kernel.run(x, topk_ids, topk_weights, weight1, weight2, bias1, bias2, options)

@@ -20,7 +20,7 @@ from moefuse.targets.cpu.gemm import multiply_into
 
 # Long enough that Python and dispatch are paid per block rather than per expert, short enough that a block's
 # hidden rows stay in the cache between the GEMMs.
-_BLOCK_ROWS = 2048
+_BLOCK_ROWS = 512
 
 
 @torch.no_grad()  # the operator has its own gradient; nothing here may record one
@@ -45,7 +45,9 @@ def run(
         own = x.index_select(0, slots // topk_ids.shape[1])
         if routing is not None and options.weight_position == "input":
             own = scale_rows(own, routing)
-        a = _activated(_gemms(own, active, bounds, weight1, bias1, options.transpose_weight1, options), options)
+        a = _activated(
+            _gemms(own, active, bounds, weight1, bias1, options.transpose_weight1, options), options
+        )
         if routing is not None and options.weight_position == "mid":
             a = scale_rows(a, routing)
         _gemms(a, active, bounds, weight2, bias2, options.transpose_weight2, options, rows)
@@ -54,7 +56,7 @@ def run(
 
 @lru_cache(maxsize=64)
 def _expert_range(experts: int, dtype: torch.dtype) -> Tensor:
-    return torch.arange(experts + 1, dtype=dtype)
+    return torch.arange(experts + 1, dtype=dtype, device="cpu")  # whatever the user's default device
 
 
 def _blocks(bounds: Sequence[int]) -> Iterator[list[int]]:
@@ -90,13 +92,17 @@ def _gemms(
     begin = bounds[active[0]]
     parts = len(weights) if weights[0].dim() == 3 else len(weights) // experts
     features = weights[0].shape[-2 if transposed else -1]
-    outs = [x.new_empty((x.shape[0], features)) for _ in range(parts)] if rows is None else [rows[begin:]]
-    for expert in active:
-        first, last = bounds[expert] - begin, bounds[expert + 1] - begin
-        own = x[first:last]
+    counts = [bounds[expert + 1] - bounds[expert] for expert in active]
+    if rows is None:
+        outs = [x.new_empty((x.shape[0], features)) for _ in range(parts)]
+    else:
+        outs = [rows[begin : begin + x.shape[0]]]
+    for expert, own, *own_outs in zip(
+        active, x.split(counts), *(out.split(counts) for out in outs), strict=True
+    ):
         own_biases = of_expert(biases, expert, experts, 2) or (None,) * parts
-        for out, w, bias in zip(outs, of_expert(weights, expert, experts, 3), own_biases, strict=True):
-            multiply_into(out[first:last], own, w if transposed else w.t(), bias)
+        for out, w, bias in zip(own_outs, of_expert(weights, expert, experts, 3), own_biases, strict=True):
+            multiply_into(out, own, w if transposed else w.t(), bias)
     return outs
 
 
@@ -118,13 +124,15 @@ def _swigluoai_(g: Tensor, u: Tensor, limit: float, alpha: float, beta: float) -
     return (g * alpha).sigmoid_().mul_(g).mul_(u.clamp_(-limit, limit).add_(beta))
 
 
-def _combine(rows: Tensor, order: Tensor, bounds: list[int], topk_weights: Tensor, options: Options) -> Tensor:
+def _combine(
+    rows: Tensor, order: Tensor, bounds: list[int], topk_weights: Tensor, options: Options
+) -> Tensor:
     """Sum each token's rows, weighted where the routing weight is on the output. rows are in sorted order."""
     dtype = options.output_dtype or rows.dtype
     if not order.shape[0]:
         return rows.new_zeros((topk_weights.shape[0], rows.shape[1]), dtype=dtype)
     position = torch.empty_like(order)
-    position[order] = torch.arange(order.shape[0])
+    position[order] = torch.arange(order.shape[0], device="cpu")
     position = position.view(topk_weights.shape)
     weights = topk_weights if options.weight_position == "output" else None
     if bounds[0] > 0 or bounds[-1] < order.shape[0]:

@@ -33,7 +33,9 @@ class ReferenceTarget(Target):
     ) -> tuple[Tensor, Tensor]:
         """As `Target.run`. `accumulate` is the dtype of the sum over slots: float32, or float64 for float64."""
         if options.ep_world_size != 1:
-            raise ValueError(f"mega_moe: ep_world_size: this target runs on one rank, got {options.ep_world_size}")
+            raise ValueError(
+                f"mega_moe: ep_world_size: this target runs on one rank, got {options.ep_world_size}"
+            )
         experts = options.num_experts
         dtype = accumulate or sum_dtype(x.dtype)
         out_features = weight2[0].shape[-2 if options.transpose_weight2 else -1]
