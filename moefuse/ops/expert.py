@@ -76,7 +76,9 @@ def expert_rows(
     if tensors.bias2:
         out = out + tensors.bias2[0]
     out = out.to(dtype)
-    return out * weights.to(dtype).unsqueeze(1) if options.weight_position == "output" else out
+    if options.weight_position == "output":
+        out = out * weights.to(dtype).unsqueeze(1)
+    return out if options.product_dtype is None else out.to(options.product_dtype).to(dtype)
 
 
 def _linear(x: Tensor, weight: Tensor, transposed: bool) -> Tensor:

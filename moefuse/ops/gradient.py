@@ -27,6 +27,10 @@ _SCHEMA = (
 )
 
 
+_ROUNDINGS = ("target", "product_dtype", "output_dtype")
+"""Constants without which the gradient is computed: it takes roundings for the identity."""
+
+
 class MegaMoeFunction(torch.autograd.Function):
     """mega_moe under autograd: saves the inputs, and nothing of the forward computation."""
 
@@ -45,7 +49,7 @@ class MegaMoeFunction(torch.autograd.Function):
         """`call` is the operator below autograd; `flat` the four tensor lists, `lengths` long, one after another."""
         ctx.save_for_backward(x, topk_ids, topk_weights, *flat)
         ctx.lengths = lengths
-        ctx.constants = {k: v for k, v in constants.items() if k not in ("target", "output_dtype")}
+        ctx.constants = {k: v for k, v in constants.items() if k not in _ROUNDINGS}
         y, nums = call(context, x, topk_ids, topk_weights, *_cut(flat, lengths), **constants)
         ctx.mark_non_differentiable(nums)
         return y, nums

@@ -28,6 +28,7 @@ class Options(NamedTuple):
     activation_params: Sequence[float] = ()
     activation_program: str = ""
     weight_position: str = "output"
+    product_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
 
     @property
@@ -94,8 +95,9 @@ def _check_options(options: Options) -> None:
         raise ValueError(
             f"mega_moe: weight_position: expected one of {sorted(WEIGHT_POSITIONS)}, got {options.weight_position!r}"
         )
-    if options.output_dtype is not None and not options.output_dtype.is_floating_point:
-        raise TypeError(f"mega_moe: output_dtype: expected a floating dtype, got {options.output_dtype}")
+    for name, dtype in (("product_dtype", options.product_dtype), ("output_dtype", options.output_dtype)):
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"mega_moe: {name}: expected a floating dtype, got {dtype}")
     why = activations.check(
         options.activation, options.activation_params, options.activation_program, options.gate_up != "none"
     )

@@ -16,6 +16,10 @@ O output features)::
     a        = activation(g, u) * (r if "mid" else 1)
     h2       = W2[e] @ a + b2[e]
     y[t]     = sum over k of (r * h2 if "output" else h2)
+
+The sum runs in float32 (float64 for float64 layers) and is rounded once, to `output_dtype`. Each of its terms is
+rounded to `product_dtype` first where the model does that (None: no rounding): a model that multiplies in
+bfloat16 gets the numbers it had.
 """
 
 from dataclasses import dataclass
@@ -54,6 +58,7 @@ class MoeSpec:
     expert_dtype: torch.dtype
     router_dtype: torch.dtype
     output_dtype: torch.dtype
+    product_dtype: torch.dtype | None = None
     gate_up: GateUp = "concat"
     transpose_weight1: bool = True
     transpose_weight2: bool = True

@@ -74,6 +74,7 @@ def _call(emitter: Emitter, site: Site, target: str) -> Node:
         activation_params=list(spec.activation_params),
         activation_program=spec.activation_program,
         weight_position=spec.weight_position,
+        product_dtype=spec.product_dtype,
         output_dtype=spec.output_dtype,
         target=target,
     )

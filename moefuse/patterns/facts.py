@@ -210,12 +210,16 @@ class Dot(Expr):
 
 @dataclass(frozen=True)
 class Sum(Expr):
-    """The sum of `body` over `over`, added to the graph node `base` where there is one."""
+    """The sum of `body` over `over`, added to the graph node `base` where there is one.
+
+    terms: the dtype to which the graph rounds each term, None where a product and its sum are one operator.
+    """
 
     body: Expr
     over: tuple[Axis, ...]
     node: Node = field(compare=False)
     base: Node | None = None
+    terms: torch.dtype | None = field(default=None, compare=False)
 
     def parts(self) -> Iterator[Expr]:
         yield self.body
@@ -224,7 +228,7 @@ class Sum(Expr):
         return self.over
 
     def rebuilt(self, change: Callable[[Expr], Expr]) -> Expr:
-        return Sum(change(self.body), self.over, self.node, self.base)
+        return Sum(change(self.body), self.over, self.node, self.base, self.terms)
 
 
 @dataclass(frozen=True)

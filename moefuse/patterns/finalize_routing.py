@@ -4,6 +4,7 @@ Sums over the slot axes, accumulation by token index, the inverse permutation wr
 per (token, expert) summed over the experts.
 """
 
+import torch
 from torch.fx import Node
 
 from moefuse.graph import sizes
@@ -42,15 +43,20 @@ def sum_(lift: Lifting, node: Node) -> Outcome:
     rest = tuple(() if d in gone else g for d, g in enumerate(fact.dims) if keep or d not in gone)
     if (count := count_of(fact, set(over))) is not None:
         return Fact(count.expr, rest)
-    expr = summed(lift, fact.expr, over, node)
+    expr = summed(lift, fact.expr, over, node, value(node.args[0]).dtype)
     return None if expr is None else Fact(expr, rest)
 
 
-def summed(lift: Lifting, rows: Expr, over: tuple[Axis, ...], node: Node) -> Expr | None:
-    """The sum of expert rows over axes, those of all experts weighed by scores included; None for other sums."""
+def summed(
+    lift: Lifting, rows: Expr, over: tuple[Axis, ...], node: Node, terms: torch.dtype | None
+) -> Expr | None:
+    """The sum of expert rows over axes, those of all experts weighed by scores included; None for other sums.
+
+    terms: the dtype of the rows that are summed, None for a product that sums as it multiplies.
+    """
     if not rows.hard:
         rows = scored_experts(lift, rows, over)
-    return choose_experts(Sum(rows, over, node)) if rows.hard else None
+    return choose_experts(Sum(rows, over, node, terms=terms)) if rows.hard else None
 
 
 def _summable(fact: Fact, group: Group) -> tuple[Axis, ...]:
@@ -89,7 +95,7 @@ def choose_experts(total: Sum) -> Expr:
     if not vanishes(total.body, score):
         raise Conflict("experts that were not chosen add something: the sum over all experts isn't over the slots")
     body = _replace_dense(total.body, score)
-    return Sum(bind(body, {score.at[0]: (At(score.ids, score.at[0].size),)}), score.slots, total.node)
+    return Sum(bind(body, {score.at[0]: (At(score.ids, score.at[0].size),)}), score.slots, total.node, terms=total.terms)
 
 
 def _replace_dense(expr: Expr, score: Dense) -> Expr:
@@ -172,7 +178,8 @@ def _combine(lift: Lifting, node: Node, rows: Fact, index: Fact, dim: int) -> Fa
     over = tuple(a for a in unifier.resolve(listed) if isinstance(a, Axis) and a not in token)
     base = lift.fact(base_node)
     zero = isinstance(base.expr, Const) and base.expr.value == 0
-    total = Sum(unifier.expr(rows.expr), over, node, None if zero else base_node)  # type: ignore[arg-type]
+    terms = value(node.args[2] if node.target._schema.name == "aten::index_put" else node.args[3]).dtype  # type: ignore[union-attr]
+    total = Sum(unifier.expr(rows.expr), over, node, None if zero else base_node, terms)  # type: ignore[arg-type]
     return Fact(total, (token, *(unifier.resolve(g) for g in rows.dims[1:])))
 
 

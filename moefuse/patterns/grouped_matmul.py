@@ -107,7 +107,7 @@ def contract(lift: Lifting, node: Node, a: Fact, b: Fact) -> Outcome:
     expert = lift.forced or _is_expert(left, right, axes) or _is_expert(right, left, axes)
     if expert:
         return Fact(Dot(left, right, axes, True, node), dims)
-    total = summed(lift, Op(torch.ops.aten.mul.Tensor, (left, right), (), node), axes, node)
+    total = summed(lift, Op(torch.ops.aten.mul.Tensor, (left, right), (), node), axes, node, None)
     return None if total is None else Fact(total, dims)
 
 

@@ -145,7 +145,7 @@ def _weight_of(dot: Dot) -> tuple[Leaf, Expr]:
 
 def assemble(lift: Lifting, node: Node, expr: Expr, dims: Dims) -> Site:
     """The layer whose output is `node`. Raises Conflict where the expression isn't a whole MoE layer."""
-    body, slots, base = _combined(expr)
+    body, slots, base, terms = _combined(expr)
     core, weights = _split_factors(body)
     second = linear(core)
     if second is None:
@@ -168,7 +168,7 @@ def assemble(lift: Lifting, node: Node, expr: Expr, dims: Dims) -> Site:
     roles = {"hidden": frozenset(firsts[0].over), "inner": frozenset(second.over)}
     site = Site(
         node=node,
-        spec=_spec(node, ids, token_rows, ordered, second, act, gate_up, position, [*weights, *mid, *inputs], slots),
+        spec=_spec(node, ids, token_rows, ordered, second, act, gate_up, position, [*weights, *mid, *inputs], slots, terms),
         dims=dims,
         tokens=tokens,
         slots=slots,
@@ -193,11 +193,11 @@ def _real(found: list[Expr]) -> bool:
     return any(not isinstance(f, Const) for f in found)
 
 
-def _combined(expr: Expr) -> tuple[Expr, tuple[Axis, ...], Node | None]:
-    """(row expression, slot axes summed over, base); a K = 1 layer has no sum."""
+def _combined(expr: Expr) -> tuple[Expr, tuple[Axis, ...], Node | None, torch.dtype | None]:
+    """(row expression, slot axes summed over, base, dtype of the terms); a K = 1 layer has no sum."""
     if isinstance(expr, Sum):
-        return expr.body, expr.over, expr.base
-    return expr, (), None
+        return expr.body, expr.over, expr.base, expr.terms
+    return expr, (), None, None
 
 
 def _unexpected(expr: Expr, where: str) -> str:
@@ -248,6 +248,9 @@ def _token_rows(lift: Lifting, firsts: list[Linear], slots: tuple[Axis, ...]) ->
         elif rows != row or weights != routing:
             raise Conflict("gate and up GEMM read different rows")
     assert rows is not None
+    dtype = value(firsts[0].weight.node).dtype
+    if _dtype(rows) != dtype:  # a cast of the whole product, the routing weight included
+        rows = Op(torch.ops.aten._to_copy.default, (rows,), (("dtype", dtype),))
     return rows, weights
 
 
@@ -517,6 +520,7 @@ def _spec(
     position: WeightPosition,
     weights: list[Expr],
     slots: tuple[Axis, ...],
+    terms: torch.dtype | None,
 ) -> MoeSpec:
     hidden, inner = frozenset(firsts[0].over), frozenset(second.over)
     flags = {is_transposed(f.weight, frozenset(f.over)) for f in firsts}
@@ -543,6 +547,7 @@ def _spec(
         expert_dtype=value(second.weight.node).dtype,
         router_dtype=_product_dtype(weights, val.dtype),
         output_dtype=val.dtype,
+        product_dtype=None if terms in (torch.float32, torch.float64) else terms,
         gate_up=gate_up,
         transpose_weight1=flags.pop(),
         transpose_weight2=is_transposed(second.weight, inner),

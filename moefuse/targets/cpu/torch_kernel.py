@@ -14,13 +14,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moefuse.ops import activations
-from moefuse.ops.expert import of_expert, scale_rows, split_gate_up
+from moefuse.ops.expert import of_expert, scale_rows, split_gate_up, sum_dtype
 from moefuse.ops.options import Options
 from moefuse.targets.cpu.gemm import multiply_into
 
 # Long enough that Python and dispatch are paid per block rather than per expert, short enough that a block's
 # hidden rows stay in the cache between the GEMMs.
 _BLOCK_ROWS = 512
+_COMBINE_TOKENS = 64
 
 
 @torch.no_grad()  # the operator has its own gradient; nothing here may record one
@@ -51,6 +52,9 @@ def run(
         if routing is not None and options.weight_position == "mid":
             a = scale_rows(a, routing)
         _gemms(a, active, bounds, weight2, bias2, options.transpose_weight2, options, rows)
+        if _rounds_products(rows, options):
+            own = rows[bounds[active[0]] : bounds[active[-1] + 1]]
+            own.mul_(topk_weights.take(slots).unsqueeze(1))  # multiplied in the wider dtype, rounded once
     return _combine(rows, order, bounds, topk_weights, options), edges.diff()
 
 
@@ -124,6 +128,11 @@ def _swigluoai_(g: Tensor, u: Tensor, limit: float, alpha: float, beta: float) -
     return (g * alpha).sigmoid_().mul_(g).mul_(u.clamp_(-limit, limit).add_(beta))
 
 
+def _rounds_products(rows: Tensor, options: Options) -> bool:
+    """True when weighted rows are rounded to the rows' own dtype, and so can be weighted in place."""
+    return options.weight_position == "output" and options.product_dtype == rows.dtype != torch.float64
+
+
 def _combine(
     rows: Tensor, order: Tensor, bounds: list[int], topk_weights: Tensor, options: Options
 ) -> Tensor:
@@ -134,27 +143,28 @@ def _combine(
     position = torch.empty_like(order)
     position[order] = torch.arange(order.shape[0], device="cpu")
     position = position.view(topk_weights.shape)
-    weights = topk_weights if options.weight_position == "output" else None
+    weighed = options.weight_position != "output" or _rounds_products(rows, options)
+    weights = None if weighed else topk_weights
     if bounds[0] > 0 or bounds[-1] < order.shape[0]:
         # slots without an expert: their rows were never written, and their weight may be anything
         rows[: bounds[0]].zero_()
         rows[bounds[-1] :].zero_()
         if weights is not None:
             weights = weights.masked_fill((position < bounds[0]) | (position >= bounds[-1]), 0)
-    if dtype.itemsize > rows.dtype.itemsize:
-        rows = rows.to(dtype)  # a bag returns the dtype of its rows
-    if weights is not None and weights.dtype != rows.dtype:
-        position, weights = _as_parts(position, weights, rows.dtype)
-    return F.embedding_bag(position, rows, mode="sum", per_sample_weights=weights).to(dtype)
-
-
-def _as_parts(position: Tensor, weights: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Routing weights in the rows' dtype, which `embedding_bag` demands, without losing their precision.
-
-    A wider weight becomes a rounded part and the rest, and the row is taken twice: still one sum.
-    """
-    high = weights.to(dtype)
-    if torch.promote_types(weights.dtype, dtype) == dtype:
-        return position, high
-    low = (weights - high.to(weights.dtype)).to(dtype)
-    return torch.cat((position, position), 1), torch.cat((high, low), 1)
+    sums = sum_dtype(rows.dtype)
+    if weights is not None:
+        weights = weights.to(sums)
+    if rows.dtype == sums:
+        return F.embedding_bag(position, rows, mode="sum", per_sample_weights=weights).to(dtype)
+    # A bag of half precision rows rounds ties upwards, torch to even: sum in float32, a few tokens at a time, so
+    # that the widened rows stay in the cache.
+    y = rows.new_empty((position.shape[0], rows.shape[1]), dtype=dtype)
+    bags = torch.arange(_COMBINE_TOKENS * position.shape[1]).view(_COMBINE_TOKENS, -1)
+    for start in range(0, position.shape[0], _COMBINE_TOKENS):
+        own = position[start : start + _COMBINE_TOKENS]
+        wide = rows.index_select(0, own.reshape(-1)).to(sums)
+        own_weights = None if weights is None else weights[start : start + _COMBINE_TOKENS]
+        y[start : start + _COMBINE_TOKENS] = F.embedding_bag(
+            bags[: own.shape[0]], wide, mode="sum", per_sample_weights=own_weights
+        )
+    return y

@@ -1,0 +1,347 @@
+"""Is a compiled model still the model? The checks that the zoo's tests and `benchmarks/models.py` share.
+
+In: a model name, experts implementation, dtype, `dynamic`, inner compiler. Out: one `Cell` per input length, with
+everything measured and `failures` in words.
+
+float32 is compared with eager, norm-wise. bfloat16 is compared with float64, and there routing flips would spoil a
+plain comparison: a near tie of two experts that rounds the other way changes a whole token. So routing is pinned:
+
+* `block`: each MoE layer alone. Eager's graph runs in bfloat16; the operands of each layer (rows, ids, routing
+  weights, expert weights) are taken from that run; from them the layer is computed as eager does, as mega_moe does,
+  and in float64 by eager's own nodes. Norm-wise over all inputs. No routing happens inside, so nothing can flip.
+* `logits`: the whole compiled model. The float64 run of eager's graph takes its integers (the routing) from eager's
+  bfloat16 run. The compiled model can't be pinned: the error is taken per token, and the median over all tokens of all
+  inputs doesn't see the few that flipped.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
+from torch.utils import _pytree as pytree
+
+import moefuse.backend
+from moefuse import hf
+from moefuse.passes import pipeline
+from moefuse.testing.oracle import Float64Run, SafeRun, op_name
+from tests.zoo import styles
+
+LAYERS = 2
+BATCH = 2
+MODELS = (
+    "qwen3_moe",
+    "mixtral",
+    "deepseek_v3",
+    "gpt_oss",
+    "nemotron_h",
+    "gemma4",
+    "llama4",
+    "olmoe",
+    "granitemoe",
+    "minimax_m3_vl",
+)
+GATHER_EINSUM = "gather_einsum"
+IMPLEMENTATIONS = ("grouped_mm", "batched_mm")
+
+RELATIVE = 1e-5
+"""float32: sums of a few hundred products in another order, through two layers."""
+RATIO = 1.5
+"""bfloat16: how many times eager's own error to float64 is allowed."""
+
+
+def implementations(model: str) -> tuple[str, ...]:
+    """The experts implementations that a model has; llama4 and plain torch have just their own code."""
+    return ("own",) if model in ("llama4", GATHER_EINSUM) else IMPLEMENTATIONS
+
+
+def build(
+    model: str, implementation: str, dtype: torch.dtype, seed: int = 0
+) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """A tiny model with LAYERS MoE layers in eval mode, and keyword arguments for a call."""
+    if model == GATHER_EINSUM:
+        return styles.gather_einsum(dtype, seed), {"input_ids": token_ids(16, seed)}
+    own = None if implementation == "own" else implementation
+    return hf.build(model, dtype=dtype, experts_implementation=own, layers=LAYERS, batch=BATCH, seed=seed)
+
+
+def token_ids(tokens: int, seed: int) -> Tensor:
+    """int64 [BATCH, tokens], the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, hf.VOCAB, (BATCH, tokens), generator=generator)
+
+
+@dataclass
+class Fused:
+    """One graph that the backend compiled: before and after the passes, and the real inputs of its last call."""
+
+    before: GraphModule
+    after: GraphModule
+    outputs: list[tuple[str, Node]]  # per fused layer: the node that was replaced, and what replaced it
+    inputs: tuple[Any, ...] = ()
+
+    @property
+    def calls(self) -> list[Node]:
+        return [node for node in self.after.graph.nodes if op_name(node) == "moefuse::mega_moe"]
+
+
+@contextmanager
+def watch() -> Iterator[list[Fused]]:
+    """Collect what the backend makes of every graph that is compiled inside."""
+    seen: list[Fused] = []
+    outputs: list[tuple[str, Node]] = []
+    run, fuse_site, compile_inner = pipeline.run, pipeline.fuse_site, moefuse.backend.compile_inner
+
+    def watched_run(gm: GraphModule, *args: Any, **kwargs: Any) -> Any:
+        before = deepcopy(gm)
+        outputs.clear()
+        result = run(gm, *args, **kwargs)
+        after = deepcopy(gm)  # Inductor changes the graph it is given
+        named = {node.name: node for node in after.graph.nodes}
+        seen.append(Fused(before, after, [(old, named[new.name]) for old, new in outputs]))
+        return result
+
+    def watched_site(graph: Any, site: Any, target: str) -> Node:
+        user = next(iter(site.node.users))
+        position = user.all_input_nodes.index(site.node)
+        call = fuse_site(graph, site, target)
+        outputs.append((site.node.name, user.all_input_nodes[position]))
+        return call
+
+    def watched_compile(gm: GraphModule, *args: Any, **kwargs: Any) -> Any:
+        compiled = compile_inner(gm, *args, **kwargs)
+        if kwargs.get("original") is None:  # compiled unfused
+            return compiled
+        record = seen[-1]
+
+        def call(*inputs: Any) -> Any:
+            record.inputs = inputs
+            return compiled(*inputs)
+
+        return call
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(pipeline, "run", watched_run))
+        stack.enter_context(mock.patch.object(pipeline, "fuse_site", watched_site))
+        stack.enter_context(mock.patch.object(moefuse.backend, "compile_inner", watched_compile))
+        yield seen
+
+
+class _Given:
+    """Interpreter mix-in: the nodes named in `given` aren't computed, they have these values."""
+
+    given: dict[str, Any]
+
+    def run_node(self, n: Node) -> Any:
+        computed = n.op == "placeholder" or n.name not in self.given  # placeholders are read off in order
+        return super().run_node(n) if computed else self.given[n.name]  # type: ignore[misc]
+
+
+class _GivenRun(_Given, Interpreter):
+    def __init__(self, graph_module: GraphModule, given: dict[str, Any]) -> None:
+        super().__init__(graph_module, garbage_collect_values=False)
+        self.given = given
+
+
+class _GivenFloat64(_Given, Float64Run):
+    def __init__(self, graph_module: GraphModule, pinned: dict[Node, Any], given: dict[str, Any]) -> None:
+        super().__init__(graph_module, pinned)
+        self.garbage_collect_values = False
+        self.given = {name: _double(value) for name, value in given.items()}
+
+
+def _double(value: Any) -> Any:
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+@dataclass
+class Errors:
+    """Sums of squares over inputs: mega_moe's and eager's difference to float64, and the size of float64."""
+
+    mine: float = 0.0
+    eager: float = 0.0
+    size: float = 0.0
+
+    def add(self, mine: Tensor, eager: Tensor, exact: Tensor) -> None:
+        self.mine += float((mine.double() - exact).square().sum())
+        self.eager += float((eager.double() - exact).square().sum())
+        self.size += float(exact.square().sum())
+
+    @property
+    def ratio(self) -> float:
+        """How many times eager's error; infinite where only eager is exact."""
+        return (self.mine / self.eager) ** 0.5 if self.eager else (float("inf") if self.mine else 1.0)
+
+
+def block_errors(fused: Fused, inputs: list[tuple[Any, ...]]) -> list[Errors]:
+    """Per MoE layer, from the same operands: see `block` in the module text."""
+    known = {node.name for node in fused.before.graph.nodes}
+    operands = {name for call in fused.calls for name in _operands(call, known)}
+    errors = [Errors() for _ in fused.outputs]
+    for values in inputs:
+        eager = SafeRun(fused.before)
+        eager.run(*values)
+        by_name = {node.name: value for node, value in eager.env.items()}
+        given = {name: by_name[name] for name in operands}
+        exact, mine = _GivenFloat64(fused.before, eager.env, given), _GivenRun(fused.after, given)
+        exact.run(*values)
+        mine.run(*values)
+        exact_by_name = {node.name: value for node, value in exact.env.items()}
+        for error, (old, new) in zip(errors, fused.outputs, strict=True):
+            error.add(mine.env[new], by_name[old], exact_by_name[old])
+    return errors
+
+
+def _operands(call: Node, known: set[str]) -> set[str]:
+    """The nearest ancestors of a call that the unfused graph has too."""
+    found: set[str] = set()
+    stack = list(call.all_input_nodes)
+    while stack:
+        node = stack.pop()
+        if node.name in known:
+            found.add(node.name)
+        else:
+            stack.extend(node.all_input_nodes)
+    return found
+
+
+def exact_logits(fused: Fused, inputs: tuple[Any, ...], eager: Tensor) -> Tensor:
+    """The float64 logits with eager's routing: the output of the unfused graph that is nearest to eager's logits."""
+    run = SafeRun(fused.before)
+    run.run(*inputs)
+    outputs = pytree.tree_leaves(Float64Run(fused.before, run.env).run(*inputs))
+    fitting = [value for value in outputs if isinstance(value, Tensor) and value.shape == eager.shape]
+    return min(fitting, key=lambda value: float((value - eager).norm()))
+
+
+def per_token(got: Tensor, want: Tensor) -> list[float]:
+    """Norm-wise relative error of each token's logits [B, S, V]."""
+    got, want = got.double().flatten(0, -2), want.double().flatten(0, -2)
+    return ((got - want).norm(dim=-1) / want.norm(dim=-1)).tolist()
+
+
+@dataclass
+class Cell:
+    """One cell of the matrix. graphs: compiled for this length, by moefuse and without it (None: not counted)."""
+
+    model: str
+    implementation: str
+    dtype: str
+    dynamic: bool
+    tokens: int
+    inner: str
+    graphs: int = 0
+    unfused_graphs: int | None = None
+    nodes: int = 0
+    relative: float | None = None
+    block: list[float] = field(default_factory=list)
+    logits: float | None = None
+    failures: list[str] = field(default_factory=list)
+
+
+def run_cells(
+    model: str,
+    implementation: str,
+    dtype: torch.dtype,
+    *,
+    dynamic: bool | None,
+    inner: str,
+    lengths: tuple[int, ...],
+    seeds: int = 2,
+    count: bool = True,
+) -> list[Cell]:
+    """Compile once and call with one length after the other; one cell each.
+
+    dynamic: as for torch.compile. seeds: inputs per length. count: compare the graphs with an unfused compile's.
+    """
+    module, kwargs = build(model, implementation, dtype)
+    counts = graphs_per_length(module, kwargs, dynamic, lengths) if count else [None] * len(lengths)
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        module, backend="moefuse", fullgraph=True, dynamic=dynamic, options={"inner": inner}
+    )
+    cells = []
+    with torch.no_grad(), watch() as seen:
+        for tokens, unfused in zip(lengths, counts, strict=True):
+            cell = Cell(model, implementation, str(dtype)[6:], bool(dynamic), tokens, inner)
+            cell.unfused_graphs = unfused
+            _measure(cell, module, compiled, kwargs, seen, dtype, seeds)
+            cells.append(cell)
+    torch._dynamo.reset()
+    return cells
+
+
+def graphs_per_length(
+    module: torch.nn.Module, kwargs: dict[str, Any], dynamic: bool | None, lengths: tuple[int, ...]
+) -> list[int]:
+    """How many graphs an unfused compile makes at each of the lengths in turn."""
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    counts = []
+    with torch.no_grad():
+        for tokens in lengths:
+            before = _graphs()
+            compiled(**kwargs | {"input_ids": token_ids(tokens, 0)})
+            counts.append(_graphs() - before)
+    return counts
+
+
+def _graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def _measure(
+    cell: Cell,
+    module: torch.nn.Module,
+    compiled: Any,
+    kwargs: dict[str, Any],
+    seen: list[Fused],
+    dtype: torch.dtype,
+    seeds: int,
+) -> None:
+    """Call the compiled and the eager model and fill the cell."""
+    graphs = _graphs()
+    pairs: list[tuple[Tensor, Tensor]] = []
+    inputs: list[tuple[Any, ...]] = []
+    used: Fused | None = None
+    for seed in range(seeds):
+        call = kwargs | {"input_ids": token_ids(cell.tokens, seed)}
+        for record in seen:
+            record.inputs = ()
+        got = compiled(**call).logits
+        used = next((record for record in seen if record.inputs), None)
+        if used is None:
+            cell.failures.append("no fused graph ran")
+            return
+        pairs.append((got, module(**call).logits))
+        inputs.append(used.inputs)
+    assert used is not None
+    cell.graphs = _graphs() - graphs
+    cell.nodes = len(used.calls)
+    if cell.nodes != LAYERS:
+        cell.failures.append(f"{cell.nodes} mega_moe nodes for {LAYERS} layers")
+    if cell.unfused_graphs is not None and cell.graphs != cell.unfused_graphs:
+        cell.failures.append(f"{cell.graphs} graphs, {cell.unfused_graphs} without moefuse")
+    if dtype == torch.float32:
+        cell.relative = max(float((got - eager).norm() / eager.norm()) for got, eager in pairs)
+        if not cell.relative < RELATIVE:
+            cell.failures.append(f"logits differ by {cell.relative:.2g}")
+        return
+    cell.block = [error.ratio for error in block_errors(used, inputs)]
+    if not max(cell.block) <= RATIO:
+        cell.failures.append(f"MoE layers at {', '.join(f'{r:.2f}' for r in cell.block)} x eager's error")
+    mine: list[float] = []
+    theirs: list[float] = []
+    for (got, eager), values in zip(pairs, inputs, strict=True):
+        exact = exact_logits(used, values, eager)
+        mine += per_token(got, exact)
+        theirs += per_token(eager, exact)
+    cell.logits = median(mine) / median(theirs)
+    if not cell.logits <= RATIO:
+        cell.failures.append(f"logits at {cell.logits:.2f} x eager's error")

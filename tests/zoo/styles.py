@@ -1,0 +1,59 @@
+"""Plain-torch MoE models in styles that no transformers model has.
+
+In: dtype and seed. Out: a small language model with two MoE layers, called as `model(input_ids=ids).logits`, so that
+it can stand beside the transformers models. The code is our own; only the way to compute is taken from practice.
+"""
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+VOCAB, HIDDEN, INTER, EXPERTS, TOP_K = 128, 64, 48, 8, 2
+
+
+class GatherEinsum(nn.Module):
+    """The chosen experts' weights are gathered per token, and einsum multiplies: the style of gpt-fast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(HIDDEN, EXPERTS, bias=False)
+        self.w1 = nn.Parameter(torch.randn(EXPERTS, INTER, HIDDEN) / HIDDEN**0.5)
+        self.w3 = nn.Parameter(torch.randn(EXPERTS, INTER, HIDDEN) / HIDDEN**0.5)
+        self.w2 = nn.Parameter(torch.randn(EXPERTS, HIDDEN, INTER) / INTER**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, HIDDEN)
+        weights, ids = self.gate(rows).softmax(-1).topk(TOP_K, dim=-1)
+        weights = weights / weights.sum(-1, keepdim=True)
+        gate = F.silu(torch.einsum("th,tkih->tki", rows, self.w1[ids]))
+        up = torch.einsum("th,tkih->tki", rows, self.w3[ids])
+        expert = torch.einsum("tki,tkhi->tkh", gate * up, self.w2[ids])
+        return torch.einsum("tkh,tk->th", expert, weights).reshape(x.shape)
+
+
+class GatherEinsumModel(nn.Module):
+    """Embedding, `layers` residual layers of norm and GatherEinsum, and a head."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, HIDDEN)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({"norm": nn.RMSNorm(HIDDEN), "moe": GatherEinsum()}) for _ in range(layers)
+        )
+        self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
+
+    def forward(self, input_ids: Tensor) -> SimpleNamespace:
+        """input_ids int64 [B, S] -> `.logits` [B, S, VOCAB]."""
+        x = self.embedding(input_ids)
+        for layer in self.layers:
+            x = x + layer["moe"](layer["norm"](x))
+        return SimpleNamespace(logits=self.head(x))
+
+
+def gather_einsum(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+    """The model with random weights, in eval mode; the global random state is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return GatherEinsumModel().to(dtype).eval()
