@@ -1,8 +1,8 @@
 """moefuse: a torch.compile backend that fuses every Mixture-of-Experts layer into one node.
 
-    m = torch.compile(model, backend="moefuse")       # no import of moefuse needed
-    print(moefuse.explain(model, *args))              # what happens to which layer, and why
-    result = moefuse.fuse(graph_module)               # the passes alone
+m = torch.compile(model, backend="moefuse")       # no import of moefuse needed
+print(moefuse.explain(model, *args))              # what happens to which layer, and why
+result = moefuse.fuse(graph_module)               # the passes alone
 """
 
 from moefuse._version import __version__

@@ -83,6 +83,8 @@ def _recorded_inputs(gm: GraphModule) -> list[Any]:
     inputs = []
     for node in gm.graph.find_nodes(op="placeholder"):
         if "val" not in node.meta and "example_value" not in node.meta:
-            raise ValueError(f"example_inputs: placeholder {node.name!r} has no recorded value; give one per placeholder")
+            raise ValueError(
+                f"example_inputs: placeholder {node.name!r} has no recorded value; give one per placeholder"
+            )
         inputs.append(node.meta.get("val", node.meta.get("example_value")))
     return inputs

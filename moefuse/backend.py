@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._guards import CompileContext
 from torch.fx import GraphModule, Node
 
 from moefuse.graph.capture import CaptureError, capture, is_control_flow
@@ -22,12 +23,23 @@ from moefuse.inner import compile_inner
 from moefuse.options import OptionError, Options
 from moefuse.passes import pipeline
 from moefuse.passes.pipeline import FuseResult, RejectedError
-from moefuse.report import journal
+from moefuse.report.journal import JOURNAL
 from moefuse.report.model import GraphReport
 
 log = logging.getLogger("moefuse")
 
-ROUTING = ("topk", "sort", "argmax", "nonzero", "grouped_mm", "bincount", "scatter", "one_hot", "where", "select")
+ROUTING = (
+    "topk",
+    "sort",
+    "argmax",
+    "nonzero",
+    "grouped_mm",
+    "bincount",
+    "scatter",
+    "one_hot",
+    "where",
+    "select",
+)
 """Part of the name of some operation in every MoE layer: without one, or an index, a graph needs no look."""
 
 
@@ -46,7 +58,7 @@ def moefuse(
     parsed = Options.parse(options)
     inductor_options = _inductor_options(mode, parsed)
     compiled, report = compile_graph(gm, example_inputs, parsed, inductor_options)
-    journal.record(gm, report)
+    JOURNAL.record(report, CompileContext.current_compile_id())
     return compiled
 
 
@@ -54,7 +66,9 @@ def _inductor_options(mode: str | None, options: Options) -> dict[str, Any]:
     if mode is None or mode == "default":
         return {}
     if options.inner != "inductor":
-        raise OptionError(f"mode={mode!r}: only the inner compiler inductor has modes, got inner={options.inner!r}")
+        raise OptionError(
+            f"mode={mode!r}: only the inner compiler inductor has modes, got inner={options.inner!r}"
+        )
     return dict(torch._inductor.list_mode_options(mode))
 
 
@@ -62,7 +76,7 @@ def compile_graph(
     gm: GraphModule, example_inputs: Sequence[Any], options: Options, inductor_options: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], GraphReport]:
     """(the compiled callable, what happened). See the module text."""
-    index = journal.next_index()
+    index = JOURNAL.next_index()
     before = len(gm.graph.nodes)
 
     def plain(report: GraphReport) -> tuple[Callable[..., Any], GraphReport]:
@@ -81,7 +95,9 @@ def compile_graph(
         return plain(_failed(index, before, error))
     note = _unused_excludes(options, result)
     after = len(result.graph_module.graph.nodes)
-    report = GraphReport(index, tuple(result.layers), before, after if result.nodes else before, seconds, note=note)
+    report = GraphReport(
+        index, tuple(result.layers), before, after if result.nodes else before, seconds, note=note
+    )
     if not result.nodes:
         return plain(report)
     try:
@@ -98,7 +114,12 @@ def compile_graph(
 
 def worth_a_look(gm: GraphModule) -> bool:
     """False for a graph in which nothing routes: the functional trace is saved."""
-    return any(_routes(node) for module in gm.modules() if isinstance(module, GraphModule) for node in module.graph.nodes)
+    return any(
+        _routes(node)
+        for module in gm.modules()
+        if isinstance(module, GraphModule)
+        for node in module.graph.nodes
+    )
 
 
 def _routes(node: Node) -> bool:
@@ -121,6 +142,7 @@ def _fuse(
     start = time.process_time()
     captured = capture(gm, example_inputs)
     seconds = {"capture": time.process_time() - start}
+    nodes = len(captured.graph_module.graph.nodes)
     training = torch.is_grad_enabled() and any(
         isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs
     )
@@ -146,6 +168,7 @@ def _unused_excludes(options: Options, result: FuseResult) -> str:
     unused = [p for p in options.exclude if not any(Options(exclude=(p,)).excluded(path) for path in paths)]
     if not unused:
         return ""
-    note = f"exclude patterns that match no MoE layer of this graph: {', '.join(unused)} (layers: {', '.join(paths) or 'none'})"
+    known = ", ".join(paths) or "none"
+    note = f"exclude patterns that match no MoE layer of this graph: {', '.join(unused)} (layers: {known})"
     log.warning(note)
     return note

@@ -1,0 +1,1 @@
+"""Graphs: capture as functional ATen, symbolic sizes, source places, dumps."""

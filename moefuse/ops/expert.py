@@ -49,6 +49,17 @@ def split_gate_up(h: Tensor, gate_up: str) -> tuple[Tensor, Tensor | None]:
     return (second, first) if gate_up.endswith("_swapped") else (first, second)
 
 
+def activated(g: Tensor, u: Tensor | None, options: Options) -> Tensor:
+    """The activation of g and u, computed in `options.activation_dtype`, in the dtype of g."""
+    name, params, program = options.activation, options.activation_params, options.activation_program
+    dtype = options.activation_dtype
+    if dtype is None or dtype == g.dtype:
+        return activations.apply(name, params, program, g, u)
+    return activations.apply(name, params, program, g.to(dtype), None if u is None else u.to(dtype)).to(
+        g.dtype
+    )
+
+
 def scale_rows(rows: Tensor, weights: Tensor) -> Tensor:
     """Rows [n, F] times routing weights [n], multiplied in float32 (float64), rounded to the rows' dtype."""
     dtype = sum_dtype(rows.dtype)
@@ -69,7 +80,7 @@ def expert_rows(
     if tensors.bias1:
         hidden = [h + b for h, b in zip(hidden, tensors.bias1, strict=True)]
     g, u = (hidden[0], hidden[1]) if len(hidden) == 2 else split_gate_up(hidden[0], options.gate_up)
-    a = activations.apply(options.activation, options.activation_params, options.activation_program, g, u)
+    a = activated(g, u, options)
     if options.weight_position == "mid":
         a = scale_rows(a, weights)
     out = _linear(a, tensors.weight2[0], options.transpose_weight2)

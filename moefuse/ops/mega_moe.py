@@ -23,8 +23,8 @@ _SCHEMA = (
     " Tensor[] bias1, Tensor[] bias2, *, int num_experts, int ep_world_size=1,"
     " bool transpose_weight1=True, bool transpose_weight2=True, str gate_up='concat',"
     " str activation='swiglu', float[] activation_params=[], str activation_program='',"
-    " str weight_position='output', ScalarType? product_dtype=None, ScalarType? output_dtype=None, str target='reference')"
-    " -> (Tensor y, Tensor expert_token_nums)"
+    " ScalarType? activation_dtype=None, str weight_position='output', ScalarType? product_dtype=None,"
+    " ScalarType? output_dtype=None, str target='reference') -> (Tensor y, Tensor expert_token_nums)"
 )
 
 

@@ -27,6 +27,7 @@ class Options(NamedTuple):
     activation: str = "swiglu"
     activation_params: Sequence[float] = ()
     activation_program: str = ""
+    activation_dtype: torch.dtype | None = None
     weight_position: str = "output"
     product_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
@@ -95,7 +96,8 @@ def _check_options(options: Options) -> None:
         raise ValueError(
             f"mega_moe: weight_position: expected one of {sorted(WEIGHT_POSITIONS)}, got {options.weight_position!r}"
         )
-    for name, dtype in (("product_dtype", options.product_dtype), ("output_dtype", options.output_dtype)):
+    for name in ("activation_dtype", "product_dtype", "output_dtype"):
+        dtype = getattr(options, name)
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"mega_moe: {name}: expected a floating dtype, got {dtype}")
     why = activations.check(

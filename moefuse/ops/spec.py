@@ -19,7 +19,8 @@ O output features)::
 
 The sum runs in float32 (float64 for float64 layers) and is rounded once, to `output_dtype`. Each of its terms is
 rounded to `product_dtype` first where the model does that (None: no rounding): a model that multiplies in
-bfloat16 gets the numbers it had.
+bfloat16 gets the numbers it had. The activation runs in `activation_dtype` where the model casts up for it, in the
+dtype of x otherwise (None).
 """
 
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ class MoeSpec:
     activation: str = "swiglu"
     activation_params: tuple[float, ...] = ()
     activation_program: str = ""
+    activation_dtype: torch.dtype | None = None
     weight_position: WeightPosition = "output"
     has_router_weight: bool = True
     ids_checked: bool = False

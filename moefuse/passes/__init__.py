@@ -1,0 +1,1 @@
+"""The passes: canonicalize, lift, fuse (with emit), and the pipeline that runs them."""

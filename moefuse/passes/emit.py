@@ -15,11 +15,20 @@ from moefuse.graph import sizes
 from moefuse.graph.sizes import Size
 from moefuse.patterns.facts import Axis, Conflict, Const, Dims, Expr, Group, Leaf, Op, group_size
 from moefuse.patterns.rules import value
-from moefuse.patterns.site import weight_units
+from moefuse.patterns.weights import weight_units
 
 aten = torch.ops.aten
 
-INHERITED_META = ("stack_trace", "nn_module_stack", "source_fn_stack", "from_node", "seq_nr", "custom", "recompute", "ac_graph_id")
+INHERITED_META = (
+    "stack_trace",
+    "nn_module_stack",
+    "source_fn_stack",
+    "from_node",
+    "seq_nr",
+    "custom",
+    "recompute",
+    "ac_graph_id",
+)
 """What a new node takes over from the node that it stands for."""
 
 

@@ -47,10 +47,12 @@ def _resize(graph: Graph, site: Site) -> None:
 def _call(emitter: Emitter, site: Site, target: str) -> Node:
     spec = site.spec
     slots: Dims = (site.tokens, site.slots)
-    hidden, inner = frozenset(site.hidden), site.roles["inner"]
+    inner = frozenset(site.inner)
     x = emitter.tensor(site.x, (site.tokens, site.hidden))
     ids = emitter.tensor(site.ids, slots)
-    if not spec.ids_checked and any(at.wraps for leaf in [*site.weight1, site.weight2] for at in leaf.selectors):
+    if not spec.ids_checked and any(
+        at.wraps for leaf in [*site.weight1, site.weight2] for at in leaf.selectors
+    ):
         # The model's own weight[ids] counts negative ids from the end; the node would skip them.
         below = emitter.call(aten.lt.Scalar, ids, 0)
         ids = emitter.call(aten.where.self, below, emitter.call(aten.add.Scalar, ids, spec.num_experts), ids)
@@ -61,7 +63,7 @@ def _call(emitter: Emitter, site: Site, target: str) -> Node:
         x,
         ids,
         weights,
-        [emitter.weight(leaf, _contracted(leaf, site, hidden)) for leaf in site.weight1],
+        [emitter.weight(leaf, leaf.axes - inner - leaf.selectors[0].expr.axes) for leaf in site.weight1],
         [emitter.weight(site.weight2, inner)],
         [emitter.bias(leaf) for leaf in site.bias1],
         [emitter.bias(leaf) for leaf in site.bias2],
@@ -73,16 +75,12 @@ def _call(emitter: Emitter, site: Site, target: str) -> Node:
         activation=spec.activation,
         activation_params=list(spec.activation_params),
         activation_program=spec.activation_program,
+        activation_dtype=spec.activation_dtype,
         weight_position=spec.weight_position,
         product_dtype=spec.product_dtype,
         output_dtype=spec.output_dtype,
         target=target,
     )
-
-
-def _contracted(leaf: Leaf, site: Site, hidden: frozenset[Axis]) -> frozenset[Axis]:
-    """The contracted axes of a first weight; a separate up GEMM has axes of its own."""
-    return hidden if leaf.axes & hidden else leaf.axes - site.roles["inner"] - leaf.selectors[0].expr.axes
 
 
 def _as_output(emitter: Emitter, site: Site, y: Node) -> Node:
@@ -98,7 +96,15 @@ def _as_output(emitter: Emitter, site: Site, y: Node) -> Node:
 
 def operand_leaves(site: Site) -> list[Leaf]:
     """All leaves that the node reads: the token rows, ids, routing weights, expert weights and biases."""
-    exprs: list[Expr] = [site.x, site.ids, *site.weights, *site.weight1, site.weight2, *site.bias1, *site.bias2]
+    exprs: list[Expr] = [
+        site.x,
+        site.ids,
+        *site.weights,
+        *site.weight1,
+        site.weight2,
+        *site.bias1,
+        *site.bias2,
+    ]
     return [leaf for expr in exprs for leaf in walk(expr) if isinstance(leaf, Leaf)]
 
 
@@ -120,7 +126,9 @@ def expert_rows(site: Site) -> set[Node]:
     """The nodes of the region that hold expert rows: the GEMMs and what is made from them."""
     rows: set[Node] = set()
     for node in sorted(_region(site)):  # fx nodes order by their place in the graph
-        if node in site.gemms or any(arg in rows for arg in node.all_input_nodes if op_name(node) != "aten::sym_size"):
+        if node in site.gemms or any(
+            arg in rows for arg in node.all_input_nodes if op_name(node) != "aten::sym_size"
+        ):
             rows.add(node)
     return rows
 

@@ -35,7 +35,9 @@ class FuseResult:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-def run(gm: GraphModule, parameters: frozenset[str], options: Options, *, training: bool = False) -> FuseResult:
+def run(
+    gm: GraphModule, parameters: frozenset[str], options: Options, *, training: bool = False
+) -> FuseResult:
     """Rewrite `gm` in place. Raises RejectedError in mode "on" when a found layer isn't fused."""
     import moefuse.ops.mega_moe  # noqa: F401  registers the operator
 
@@ -71,7 +73,9 @@ def _treat(
     report = LayerReport(candidate.layer, False, candidate.node.name, source_of(candidate.node))
     if pattern := options.excluded(candidate.layer):
         spec = candidate.site.spec if candidate.site else None
-        return replace(report, spec=spec, check="exclude", reason=f"excluded by the option exclude={pattern!r}")
+        return replace(
+            report, spec=spec, check="exclude", reason=f"excluded by the option exclude={pattern!r}"
+        )
     if candidate.site is None:
         return replace(report, check="lift", reason=candidate.reason)
     site = candidate.site
@@ -101,7 +105,8 @@ def _treat(
 def _demand(layers: list[LayerReport]) -> None:
     rejected = [layer for layer in layers if not layer.fused and layer.check != "exclude"]
     if rejected:
-        lines = [f"  {layer.layer or '(root)'}: {layer.reason} [{layer.source or layer.node}]" for layer in rejected]
+        lines = [
+            f"  {layer.layer or '(root)'}: {layer.reason} [{layer.source or layer.node}]"
+            for layer in rejected
+        ]
         raise RejectedError("\n".join([f'mode="on": {len(rejected)} MoE layer(s) not fused', *lines]))
-
-

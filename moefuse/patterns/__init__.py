@@ -1,0 +1,1 @@
+"""What MoE code means: facts over axes, and one file of rules per component."""

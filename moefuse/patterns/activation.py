@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -18,11 +19,26 @@ from moefuse.ops import program as programs
 from moefuse.ops.activations import ACTIVATIONS, CUSTOM
 from moefuse.patterns.facts import Conflict, Const, Expr, Op
 from moefuse.patterns.router import is_rounding
+from moefuse.patterns.rules import value
 
 MAX_CONSTANTS = 8
 """More different numbers than this in one program: no table entry has them; don't try all combinations."""
 
-COMPARISONS = {"where", "lt", "gt", "le", "ge", "eq", "ne", "sign", "floor", "ceil", "round", "trunc", "_to_copy"}
+COMPARISONS = {
+    "where",
+    "lt",
+    "gt",
+    "le",
+    "ge",
+    "eq",
+    "ne",
+    "sign",
+    "floor",
+    "ceil",
+    "round",
+    "trunc",
+    "_to_copy",
+}
 """Operators that can make a function differ on a set that no sampling finds."""
 
 RELATIVE = 1e-9
@@ -61,9 +77,22 @@ def to_program(expr: Expr, leaf: Callable[[Expr], str | None]) -> str:
     return f"{packet}.{overload}({', '.join(args)})"
 
 
+def upcast(expr: Expr, leaf: Callable[[Expr], str | None]) -> torch.dtype | None:
+    """The wider dtype in which a half precision model computes its activation, None where it does not."""
+    if isinstance(expr, Op) and is_rounding(expr) and expr.node is not None:
+        wide, narrow = value(expr.node).dtype, value(expr.node.args[0]).dtype
+        if wide.itemsize > narrow.itemsize:
+            return cast(torch.dtype, wide)
+    elif leaf(expr) is not None:
+        return None
+    return next((found for part in expr.parts() if (found := upcast(part, leaf)) is not None), None)
+
+
 def _words(expr: Expr) -> str:
     node = getattr(expr, "node", None)
-    return f"`{node.name}`, a tensor besides the first GEMM's output" if node is not None else "another tensor"
+    return (
+        f"`{node.name}`, a tensor besides the first GEMM's output" if node is not None else "another tensor"
+    )
 
 
 def _number(arg: object) -> str:
@@ -81,7 +110,9 @@ def classify(program: str, gated: bool) -> Classified:
         wanted = programs.evaluate(program, g, u).to(g.dtype)
     except (ValueError, RuntimeError, TypeError) as error:
         raise Conflict(f"the activation can't be run on its own: {error}") from None
-    if COMPARISONS & {node.attr for node in ast.walk(ast.parse(program, mode="eval")) if isinstance(node, ast.Attribute)}:
+    if COMPARISONS & {
+        node.attr for node in ast.walk(ast.parse(program, mode="eval")) if isinstance(node, ast.Attribute)
+    }:
         return Classified(CUSTOM, (), program)  # it may differ from a known function anywhere
     for swapped in (False, True) if gated else (False,):
         gate, up = (u, g) if swapped else (g, u)
@@ -97,7 +128,11 @@ def constants(program: str) -> tuple[float, ...]:
     """The different numbers in a program, with their absolute values and reciprocals' candidates left to callers."""
     found: dict[float, None] = {}
     for node in ast.walk(ast.parse(program, mode="eval")):
-        if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, int | float)
+            and not isinstance(node.value, bool)
+        ):
             found[abs(float(node.value))] = None
     return tuple(found)
 
@@ -139,7 +174,10 @@ def _points(program: str) -> tuple[torch.Tensor, torch.Tensor]:
     partner = torch.randn(axis.numel(), generator=generator, dtype=torch.float64)
     scales = torch.tensor([0.5, 2.0, 8.0, *(2 * c for c in numbers)], dtype=torch.float64)
     cloud = torch.randn(2, scales.numel(), 256, generator=generator, dtype=torch.float64) * scales[:, None]
-    wide = torch.logspace(-8, 30, 400, dtype=torch.float64) * torch.tensor([1.0, -1.0], dtype=torch.float64)[:, None]
+    wide = (
+        torch.logspace(-8, 30, 400, dtype=torch.float64)
+        * torch.tensor([1.0, -1.0], dtype=torch.float64)[:, None]
+    )
     wide = wide.reshape(-1)
     ones = torch.randn(wide.numel(), generator=generator, dtype=torch.float64)
     grid = torch.cartesian_prod(axis, axis).T if axis.numel() <= 64 else torch.stack([axis, axis.flip(0)])

@@ -27,11 +27,15 @@ from moefuse.patterns.facts import (
     Unifier,
     fresh,
 )
-from moefuse.patterns.rules import Outcome, op_name, rule_for, value
+from moefuse.patterns.rules import Outcome, argument, op_name, rule_for, value
 from moefuse.patterns.site import Site, assemble
 
 COMPONENTS = (structure, router, init_routing, grouped_matmul, finalize_routing)
 """The files whose import fills the rule book."""
+
+
+SHAPE_ONLY = {"aten::empty_like", "aten::new_empty", "aten::sym_size", "aten::sym_numel", "aten::sym_stride"}
+"""Operators that read no element of their operand: nothing is lost in them."""
 
 
 @dataclass
@@ -80,7 +84,9 @@ class Lifter:
 
     def _open(self, leaf: Leaf) -> Expr | None:
         outcome = self._forced(leaf.node)
-        if not isinstance(outcome, Fact) or (isinstance(outcome.expr, Leaf) and outcome.expr.node is leaf.node):
+        if not isinstance(outcome, Fact) or (
+            isinstance(outcome.expr, Leaf) and outcome.expr.node is leaf.node
+        ):
             return None
         unifier = Unifier()
         for have, want in zip(outcome.dims, leaf.index, strict=True):
@@ -90,8 +96,8 @@ class Lifter:
 
     def _forced(self, node: Node) -> Outcome:
         if op_name(node) == "getitem":
-            pieces = self._forced(node.args[0])  # type: ignore[arg-type]
-            return pieces[node.args[1]] if isinstance(pieces, tuple) else None  # type: ignore[index]
+            pieces = self._forced(argument(node, 0))
+            return pieces[argument(node, 1)] if isinstance(pieces, tuple) else None
         rule = rule_for(node)
         if rule is None:
             return None
@@ -132,8 +138,8 @@ class Lifter:
 
     def _outcome(self, node: Node) -> Outcome:
         if op_name(node) == "getitem":
-            known = self.result.facts.get(node.args[0])  # type: ignore[call-overload]
-            index = node.args[1]
+            known = self.result.facts.get(argument(node, 0))
+            index = argument(node, 1)
             return known[index] if isinstance(known, tuple) and isinstance(index, int) else None
         rule = rule_for(node)
         if rule is None or not isinstance(value(node), torch.Tensor | tuple | list):
@@ -167,13 +173,15 @@ class Lifter:
 
     def _lose(self, node: Node, conflict: Conflict) -> None:
         rule = rule_for(node)
-        if rule is not None and rule.__module__ == structure.__name__:
-            if not any(self._meant_something(arg) for arg in node.all_input_nodes):
-                return  # a view of an opaque tensor that doesn't regroup: simply another opaque tensor
+        structural = rule is not None and rule.__module__ == structure.__name__
+        if structural and not any(self._meant_something(arg) for arg in node.all_input_nodes):
+            return  # a view of an opaque tensor that doesn't regroup: simply another opaque tensor
         if conflict.at is not None:
             cause = self.result.losses.get(conflict.at)
         else:
-            cause = next((self.result.losses[a] for a in node.all_input_nodes if a in self.result.losses), None)
+            cause = next(
+                (self.result.losses[a] for a in node.all_input_nodes if a in self.result.losses), None
+            )
         self.result.losses[node] = Lost(conflict.reason, node, cause)
 
     def _meant_something(self, node: Node) -> bool:
@@ -183,10 +191,14 @@ class Lifter:
 
     def _forget(self, node: Node) -> None:
         """No rule speaks: a loss where the operands meant something that can't be forgotten silently."""
+        if op_name(node) in SHAPE_ONLY:
+            return
         for arg in node.all_input_nodes:
             known = self.result.facts.get(arg)
             if isinstance(known, Fact) and known.expr.hard and isinstance(value(node), torch.Tensor):
-                reason = f"no rule says what {op_name(node) or node.op} of expert outputs (`{arg.name}`) means"
+                reason = (
+                    f"no rule says what {op_name(node) or node.op} of expert outputs (`{arg.name}`) means"
+                )
                 self.result.losses[node] = Lost(reason, node)
                 return
 
@@ -210,5 +222,3 @@ def gemms_of(expr: Expr) -> set[Node]:
 def _position(graph: Graph) -> Callable[[Site], int]:
     order = {node: i for i, node in enumerate(graph.nodes)}
     return lambda site: order[site.node]
-
-

@@ -428,7 +428,9 @@ class Unifier:
             return left
         if isinstance(left, Perm) and isinstance(right, Perm):
             if left.sort is not right.sort:
-                raise Conflict(f"rows in the order of `{left.sort.name}` meet rows in the order of `{right.sort.name}`")
+                raise Conflict(
+                    f"rows in the order of `{left.sort.name}` meet rows in the order of `{right.sort.name}`"
+                )
             self.unify(left.over, right.over)
             return left
         if isinstance(right, Axis) and sizes.same(left.size, right.size):

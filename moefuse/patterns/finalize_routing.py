@@ -27,13 +27,13 @@ from moefuse.patterns.facts import (
 )
 from moefuse.patterns.init_routing import describe_index
 from moefuse.patterns.router import count_of, distinct, vanishes, walk
-from moefuse.patterns.rules import Lifting, Outcome, argument, rule, value
+from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
 
 
 @rule("aten::sum")
 def sum_(lift: Lifting, node: Node) -> Outcome:
     """The sum over some dimensions: the combine, or a count of one-hot ids."""
-    fact = lift.fact(node.args[0])
+    fact = lift.fact(argument(node, 0))
     rank = len(fact.dims)
     dims = argument(node, 1, "dim", None)
     dims = range(rank) if not dims else [dims] if isinstance(dims, int) else dims
@@ -43,7 +43,7 @@ def sum_(lift: Lifting, node: Node) -> Outcome:
     rest = tuple(() if d in gone else g for d, g in enumerate(fact.dims) if keep or d not in gone)
     if (count := count_of(fact, set(over))) is not None:
         return Fact(count.expr, rest)
-    expr = summed(lift, fact.expr, over, node, value(node.args[0]).dtype)
+    expr = summed(lift, fact.expr, over, node, value(argument(node, 0)).dtype)
     return None if expr is None else Fact(expr, rest)
 
 
@@ -68,7 +68,9 @@ def _summable(fact: Fact, group: Group) -> tuple[Axis, ...]:
 
 def scored_experts(lift: Lifting, expr: Expr, over: tuple[Axis, ...]) -> Expr:
     """Open leaves that hold a value per (token, expert, feature), if scores per (token, expert) weigh them."""
-    dense = [e for e in walk(expr) if isinstance(e, Dense) and group_axes(e.at) and group_axes(e.at) <= set(over)]
+    dense = [
+        e for e in walk(expr) if isinstance(e, Dense) and group_axes(e.at) and group_axes(e.at) <= set(over)
+    ]
     if not dense:
         return expr
     experts = group_axes(dense[0].at)
@@ -93,9 +95,16 @@ def choose_experts(total: Sum) -> Expr:
     if not distinct(score.ids, score.slots):
         raise Conflict("ids may repeat within a token: scattered scores keep only one of them")
     if not vanishes(total.body, score):
-        raise Conflict("experts that were not chosen add something: the sum over all experts isn't over the slots")
+        raise Conflict(
+            "experts that were not chosen add something: the sum over all experts isn't over the slots"
+        )
     body = _replace_dense(total.body, score)
-    return Sum(bind(body, {score.at[0]: (At(score.ids, score.at[0].size),)}), score.slots, total.node, terms=total.terms)
+    return Sum(
+        bind(body, {score.at[0]: (At(score.ids, score.at[0].size),)}),
+        score.slots,
+        total.node,
+        terms=total.terms,
+    )
 
 
 def _replace_dense(expr: Expr, score: Dense) -> Expr:
@@ -108,16 +117,16 @@ def _replace_dense(expr: Expr, score: Dense) -> Expr:
 @rule("aten::index_add", "aten::scatter_add", "aten::scatter_reduce")
 def accumulate(lift: Lifting, node: Node) -> Outcome:
     """base[token] += row for every slot: the sum over the slots of each token."""
-    name = node.target._schema.name  # type: ignore[union-attr]
-    rows = lift.fact(node.args[3])
+    name = op_name(node)
+    rows = lift.fact(argument(node, 3))
     if not rows.expr.hard:
         return None
     if name == "aten::scatter_reduce":
         raise Conflict(f"expert rows are combined by scatter_reduce({argument(node, 4, 'reduce')!r})")
     if node.kwargs.get("alpha", 1) != 1:
         raise Conflict("expert rows are added with a factor alpha")
-    dim = int(node.args[1]) % len(rows.dims)  # type: ignore[arg-type]
-    index = lift.fact(node.args[2])
+    dim = int(argument(node, 1)) % len(rows.dims)
+    index = lift.fact(argument(node, 2))
     if name == "aten::scatter_add":
         if len(index.dims) != len(rows.dims):
             raise Conflict("scatter_add of rows by an index of another rank")
@@ -130,13 +139,13 @@ def accumulate(lift: Lifting, node: Node) -> Outcome:
 @rule("aten::index_put")
 def index_put(lift: Lifting, node: Node) -> Outcome:
     """index_put: accumulation by token, or a permutation undone by writing instead of reading."""
-    indices = node.args[1]
-    rows = lift.fact(node.args[2])
-    if len(indices) != 1 or indices[0] is None:  # type: ignore[arg-type]
+    indices = argument(node, 1)
+    rows = lift.fact(argument(node, 2))
+    if len(indices) != 1 or indices[0] is None:
         if rows.expr.hard:
             raise Conflict("expert rows are written by several indices at once")
         return None
-    index = lift.fact(indices[0])  # type: ignore[index]
+    index = lift.fact(indices[0])
     if argument(node, 3, "accumulate", False):
         return _combine(lift, node, rows, index, 0) if rows.expr.hard else None
     order = index.dims[0] if len(index.dims) == 1 else ()
@@ -148,7 +157,7 @@ def index_put(lift: Lifting, node: Node) -> Outcome:
         if rows.expr.hard or isinstance(rows.expr, Pos):
             raise Conflict("rows are written by an index that is no complete permutation of the slots")
         return None
-    if not sizes.same(value(node.args[0]).shape[0], group_size(order)):
+    if not sizes.same(value(argument(node, 0)).shape[0], group_size(order)):
         raise Conflict("a permutation of the slots is written into a tensor with other rows besides")
     if not isinstance(rows.expr, Pos) and not rows.expr.hard and not rows.sorted:
         return None
@@ -163,14 +172,16 @@ def _combine(lift: Lifting, node: Node, rows: Fact, index: Fact, dim: int) -> Fa
         raise Conflict("expert rows are accumulated along a dimension that is not the first")
     if not isinstance(index.expr, Pos):
         what = describe_index(_index_node(node), index.expr)
-        raise Conflict(f"expert rows are accumulated by {what}, not by the token of each slot", _index_node(node))
+        raise Conflict(
+            f"expert rows are accumulated by {what}, not by the token of each slot", _index_node(node)
+        )
     unifier = Unifier()
     unifier.unify(index.dims[0], rows.dims[0])
     token = unifier.resolve(index.expr.group)
     slots = group_axes(unifier.resolve(rows.dims[0]))
     if not all(isinstance(digit, Axis) for digit in token) or not set(token) <= slots:
         raise Conflict("expert rows are accumulated by an index that is not the token of each slot")
-    base_node = node.args[0]
+    base_node = argument(node, 0)
     if not sizes.same(value(base_node).shape[0], group_size(token)):
         raise Conflict("expert rows are accumulated into an output with other rows than the tokens")
     order = rows.dims[0][0] if rows.sorted else None
@@ -178,13 +189,13 @@ def _combine(lift: Lifting, node: Node, rows: Fact, index: Fact, dim: int) -> Fa
     over = tuple(a for a in unifier.resolve(listed) if isinstance(a, Axis) and a not in token)
     base = lift.fact(base_node)
     zero = isinstance(base.expr, Const) and base.expr.value == 0
-    terms = value(node.args[2] if node.target._schema.name == "aten::index_put" else node.args[3]).dtype  # type: ignore[union-attr]
-    total = Sum(unifier.expr(rows.expr), over, node, None if zero else base_node, terms)  # type: ignore[arg-type]
+    terms = value(argument(node, 2) if op_name(node) == "aten::index_put" else argument(node, 3)).dtype
+    total = Sum(unifier.expr(rows.expr), over, node, None if zero else base_node, terms)
     return Fact(total, (token, *(unifier.resolve(g) for g in rows.dims[1:])))
 
 
 def _index_node(node: Node) -> Node:
-    found = node.args[1][0] if isinstance(node.args[1], list | tuple) else node.args[2]  # type: ignore[index]
+    found = argument(node, 1)[0] if isinstance(argument(node, 1), list | tuple) else argument(node, 2)
     assert isinstance(found, Node)
     return found
 
@@ -192,7 +203,6 @@ def _index_node(node: Node) -> Node:
 @rule("aten::mean", "aten::amax", "aten::max", "aten::amin", "aten::prod", "aten::logsumexp")
 def no_sum(lift: Lifting, node: Node) -> Outcome:
     """Reductions that are no sum: a meaning that the fused node doesn't have."""
-    if lift.fact(node.args[0]).expr.hard:
-        raise Conflict(f"expert rows are reduced by {node.target._schema.name.removeprefix('aten::')}, not by a sum")  # type: ignore[union-attr]
+    if lift.fact(argument(node, 0)).expr.hard:
+        raise Conflict(f"expert rows are reduced by {op_name(node).removeprefix('aten::')}, not by a sum")
     return None
-

@@ -35,17 +35,25 @@ from moefuse.patterns.rules import Lifting, Outcome, argument, rule
 @rule("aten::_grouped_mm", "transformers::grouped_mm_fallback")
 def grouped_mm(lift: Lifting, node: Node) -> Outcome:
     """rows[offs[e-1]:offs[e]] @ weight[e]: right only for rows and offsets in the order of the same ids."""
-    rows, weight, offsets = (lift.fact(node.args[0]), lift.fact(node.args[1]), lift.fact(argument(node, 2, "offs")))
+    rows, weight, offsets = (
+        lift.fact(argument(node, 0)),
+        lift.fact(argument(node, 1)),
+        lift.fact(argument(node, 2, "offs")),
+    )
     if len(node.args) > 3 or node.kwargs.get("bias") is not None:
         raise Conflict("a grouped GEMM with a bias argument")
     if not isinstance(offsets.expr, Offs):
-        raise Conflict("the row offsets of the grouped GEMM are not the running counts of the ids", node.args[2])  # type: ignore[arg-type]
+        raise Conflict(
+            "the row offsets of the grouped GEMM are not the running counts of the ids", argument(node, 2)
+        )
     if len(rows.dims) != 2 or len(weight.dims) != 3 or not isinstance(weight.expr, Leaf):
         raise Conflict("a grouped GEMM whose operands are not [rows, K] and [experts, K, N]")
     group, key = _row_order(rows, offsets.expr, node)
     (expert,) = weight.dims[0] if len(weight.dims[0]) == 1 else (None,)
     if not isinstance(expert, Axis) or not sizes.same(expert.size, group_size(offsets.expr.at)):
-        raise Conflict(f"offsets for {group_size(offsets.expr.at)} experts, weights for {group_size(weight.dims[0])}")
+        raise Conflict(
+            f"offsets for {group_size(offsets.expr.at)} experts, weights for {group_size(weight.dims[0])}"
+        )
     unifier = Unifier()
     over = _plain_axes(unifier.unify(rows.dims[1], weight.dims[1]))
     selected = bind(unifier.expr(weight.expr), {expert: (At(key, expert.size),)})
@@ -59,7 +67,9 @@ def _row_order(rows: Fact, offsets: Offs, node: Node) -> tuple[Group, Expr]:
     if not group and not offsets.ids.axes:
         return group, offsets.ids  # a single slot is in any order
     if len(group) != 1 or not isinstance(group[0], Perm):
-        raise Conflict("the rows of the grouped GEMM are not in the order of a sort by expert", node.args[0])  # type: ignore[arg-type]
+        raise Conflict(
+            "the rows of the grouped GEMM are not in the order of a sort by expert", argument(node, 0)
+        )
     order = group[0]
     if not isinstance(order.key, Leaf) or order.key.node is not offsets.ids.node:
         raise Conflict(
@@ -79,7 +89,7 @@ def _plain_axes(group: Group) -> tuple[Axis, ...]:
 @rule("aten::bmm", "aten::mm", "aten::matmul")
 def matmul(lift: Lifting, node: Node) -> Outcome:
     """A batched product, contracted over the last dimension of a and the last but one of b."""
-    a, b = lift.fact(node.args[0]), lift.fact(node.args[1])
+    a, b = lift.fact(argument(node, 0)), lift.fact(argument(node, 1))
     if len(a.dims) != len(b.dims) or len(a.dims) not in (2, 3):
         return None
     return contract(lift, node, a, b)

@@ -24,19 +24,19 @@ from moefuse.patterns.facts import (
     group_size,
 )
 from moefuse.patterns.router import has_perm, pointwise, topk_of
-from moefuse.patterns.rules import Lifting, Outcome, argument, is_float, rule, value
+from moefuse.patterns.rules import Lifting, Outcome, argument, is_float, op_name, rule, value
 from moefuse.patterns.structure import regroup
 
 
 @rule("aten::sort", "aten::argsort")
 def sort(lift: Lifting, node: Node) -> Outcome:
     """Sorting ids makes a slot order; sorting a permutation inverts it. Both outputs: (values, indices)."""
-    fact = lift.fact(node.args[0])
-    if len(fact.dims) != 1 or is_float(node.args[0]):
+    fact = lift.fact(argument(node, 0))
+    if len(fact.dims) != 1 or is_float(argument(node, 0)):
         return None
     if argument(node, 2, "descending", False) or node.kwargs.get("descending", False):
         return None
-    both = node.target._schema.name == "aten::sort"  # type: ignore[union-attr]
+    both = op_name(node) == "aten::sort"
     if isinstance(fact.expr, Pos):
         values, indices = _invert(fact, fact.expr)
     elif isinstance(fact.expr, Leaf):
@@ -61,9 +61,9 @@ def _invert(fact: Fact, pos: Pos) -> tuple[Fact, Fact]:
 @rule("aten::floor_divide", "aten::div", "aten::remainder", "aten::fmod")
 def divide(lift: Lifting, node: Node) -> Outcome:
     """slot // K is the token, slot % K the place among the token's K: only where K is the trailing size."""
-    fact = lift.fact(node.args[0])
-    divisor = value(node.args[1])
-    name = node.target._schema.name  # type: ignore[union-attr]
+    fact = lift.fact(argument(node, 0))
+    divisor = value(argument(node, 1))
+    name = op_name(node)
     if not isinstance(fact.expr, Pos) or isinstance(divisor, torch.Tensor):
         return pointwise(lift, node)  # division of floats
     if name == "aten::div" and node.kwargs.get("rounding_mode") not in ("floor", "trunc"):
@@ -75,7 +75,9 @@ def divide(lift: Lifting, node: Node) -> Outcome:
             raise Conflict("no divisor")
         (head, tail), binding = regroup((group,), [count, divisor])
     except Conflict:
-        raise Conflict(f"slot indices are divided by {divisor}, which is not the number of slots per token") from None
+        raise Conflict(
+            f"slot indices are divided by {divisor}, which is not the number of slots per token"
+        ) from None
     kept = tail if name in ("aten::remainder", "aten::fmod") else head
     return Fact(Pos(bind_group(kept, binding)), bind_fact(fact, binding).dims)
 
@@ -83,14 +85,14 @@ def divide(lift: Lifting, node: Node) -> Outcome:
 @rule("aten::index", "aten::index_select", "aten::embedding")
 def index(lift: Lifting, node: Node) -> Outcome:
     """Rows taken by an index tensor, from any one dimension."""
-    name = node.target._schema.name  # type: ignore[union-attr]
+    name = op_name(node)
     if name == "aten::index":
-        places = [(d, i) for d, i in enumerate(node.args[1]) if i is not None]  # type: ignore[arg-type,union-attr]
+        places = [(d, i) for d, i in enumerate(argument(node, 1)) if i is not None]
     elif name == "aten::index_select":
-        places = [(int(node.args[1]), node.args[2])]  # type: ignore[arg-type]
+        places = [(int(argument(node, 1)), argument(node, 2))]
     else:
-        places = [(0, node.args[1])]
-    source = lift.fact(node.args[0])
+        places = [(0, argument(node, 1))]
+    source = lift.fact(argument(node, 0))
     if len(places) != 1 or value(places[0][1]).dtype == torch.bool:
         if source.expr.hard:
             raise Conflict("expert rows are taken by a mask or by several indices at once")
@@ -102,8 +104,8 @@ def index(lift: Lifting, node: Node) -> Outcome:
 @rule("aten::gather")
 def gather(lift: Lifting, node: Node) -> Outcome:
     """gather(x, dim, index) with an index that is the same for all other dimensions is row indexing."""
-    source, by = lift.fact(node.args[0]), lift.fact(node.args[2])
-    dim = int(node.args[1]) % max(len(source.dims), 1)  # type: ignore[arg-type]
+    source, by = lift.fact(argument(node, 0)), lift.fact(argument(node, 2))
+    dim = int(argument(node, 1)) % max(len(source.dims), 1)
     if not isinstance(by.expr, Pos) or len(by.dims) != len(source.dims):
         if source.expr.hard:
             raise Conflict("expert rows are gathered by an index that is no slot order")
@@ -129,6 +131,8 @@ def take(lift: Lifting, node: Node, source: Fact, dim: int, by_node: Node) -> Ou
     group = source.dims[dim]
     if not isinstance(source.expr, Leaf) or not isinstance(by.expr, Leaf) or is_float(by_node):
         return None
+    if not is_float(node):
+        return None  # a table of ids (hash routing): its rows are ids like any other
     if len(group) != 1 or not isinstance(group[0], Axis):
         return None
     axis = group[0]

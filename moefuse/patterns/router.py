@@ -34,7 +34,7 @@ from moefuse.patterns.facts import (
     group_axes,
     group_size,
 )
-from moefuse.patterns.rules import Lifting, Outcome, argument, is_float, rule, value
+from moefuse.patterns.rules import Lifting, Outcome, argument, is_float, op_name, rule, value
 
 EXACT_UP_TO = {torch.float16: 2**11, torch.bfloat16: 2**8, torch.int8: 2**7, torch.uint8: 2**8}
 """Integers below the bound survive a cast to the type; the others hold every count met in practice (2^24)."""
@@ -47,7 +47,7 @@ EXACT_UP_TO = {torch.float16: 2**11, torch.bfloat16: 2**8, torch.int8: 2**7, tor
 @rule("aten::ones", "aten::ones_like", "aten::new_ones")
 def constant(lift: Lifting, node: Node) -> Outcome:
     """A tensor of one value."""
-    name = node.target._schema.name.removeprefix("aten::")  # type: ignore[union-attr]
+    name = op_name(node).removeprefix("aten::")
     if "full" in name:
         number = argument(node, 2 if name == "new_full" else 1, "fill_value")
     else:
@@ -60,8 +60,7 @@ def constant(lift: Lifting, node: Node) -> Outcome:
 @rule("aten::arange")
 def arange(lift: Lifting, node: Node) -> Outcome:
     """0, 1, 2, ...: the position itself."""
-    name = node.target._overloadname  # type: ignore[union-attr]
-    start = 0 if name == "default" else node.args[0]
+    start = 0 if len(node.args) == 1 else argument(node, 0)
     step = argument(node, 2, "step", 1)
     if start != 0 or step != 1 or value(node).dtype.is_floating_point:
         return None
@@ -90,15 +89,19 @@ def covers(fact: Fact) -> Leaf | None:
 @rule("aten::_to_copy", "aten::to", "prims::convert_element_type")
 def cast(lift: Lifting, node: Node) -> Outcome:
     """A cast is nothing where it is exact for what the value means; otherwise it is arithmetic."""
-    fact = lift.fact(node.args[0])
+    fact = lift.fact(argument(node, 0))
     target = value(node).dtype
-    if value(node.args[0]).device != value(node).device:
+    if value(argument(node, 0)).device != value(node).device:
         return None
     if isinstance(fact.expr, Count | Offs):
         return fact if target not in (torch.bool, *EXACT_UP_TO) else None
     if isinstance(fact.expr, OneHot | Pos):
         return fact if target not in EXACT_UP_TO or isinstance(fact.expr, OneHot) else None
-    if isinstance(fact.expr, Leaf) and not is_float(fact.expr.node) and value(fact.expr.node).dtype != torch.bool:
+    if (
+        isinstance(fact.expr, Leaf)
+        and not is_float(fact.expr.node)
+        and value(fact.expr.node).dtype != torch.bool
+    ):
         return fact if target not in (torch.bool, *EXACT_UP_TO) else None
     return pointwise(lift, node)
 
@@ -110,7 +113,10 @@ def _worth_keeping(fact: Fact) -> bool:
     """Facts that arithmetic must not turn into an opaque leaf."""
     if fact.expr.hard or (fact.sorted and not isinstance(fact.expr, Pos)):
         return True
-    return any(isinstance(expr, Dense | OneHot) for expr in walk(fact.expr)) or expert_weight(fact.expr) is not None
+    return (
+        any(isinstance(expr, Dense | OneHot) for expr in walk(fact.expr))
+        or expert_weight(fact.expr) is not None
+    )
 
 
 def walk(expr: Expr) -> list[Expr]:
@@ -134,8 +140,8 @@ def is_rounding(expr: Expr) -> bool:
 
 def strip_casts(expr: Expr) -> Expr:
     """The expression without outer casts between float types."""
-    while is_rounding(expr):
-        expr = expr.args[0]  # type: ignore[attr-defined]
+    while isinstance(expr, Op) and is_rounding(expr):
+        expr = expr.args[0]
     return expr
 
 
@@ -163,7 +169,9 @@ def pointwise(lift: Lifting, node: Node) -> Outcome:
     dims: Dims = ()
     for fact in tensors.values():
         dims = _broadcast(unifier, dims, fact.dims)
-    args = tuple(unifier.expr(tensors[i].expr) if i in tensors else number(arg) for i, arg in enumerate(node.args))
+    args = tuple(
+        unifier.expr(tensors[i].expr) if i in tensors else number(arg) for i, arg in enumerate(node.args)
+    )
     return Fact(_op(node, args), tuple(unifier.resolve(group) for group in dims))
 
 
@@ -172,29 +180,36 @@ NEUTRAL = {"aten::add": 0, "aten::sub": 0, "aten::mul": 1, "aten::div": 1}
 
 def _changes_nothing(node: Node) -> bool:
     """x + 0, x - 0, x * 1, x / 1 in the dtype of x."""
-    neutral = NEUTRAL.get(node.target._schema.name)  # type: ignore[union-attr]
-    if neutral is None or node.kwargs or len(node.args) != 2 or not isinstance(node.args[0], Node):
+    neutral = NEUTRAL.get(op_name(node))
+    if neutral is None or node.kwargs or len(node.args) != 2 or not isinstance(argument(node, 0), Node):
         return False
-    same = value(node).dtype == value(node.args[0]).dtype and value(node).shape == value(node.args[0]).shape
-    return same and isinstance(node.args[1], int | float) and node.args[1] == neutral
+    same = (
+        value(node).dtype == value(argument(node, 0)).dtype
+        and value(node).shape == value(argument(node, 0)).shape
+    )
+    return same and isinstance(argument(node, 1), int | float) and argument(node, 1) == neutral
 
 
 def _broadcast(unifier: Unifier, left: Dims, right: Dims) -> Dims:
     rank = max(len(left), len(right))
-    pad = lambda dims: ((),) * (rank - len(dims)) + dims  # noqa: E731
-    return tuple(unifier.unify(a, b) for a, b in zip(pad(left), pad(right), strict=True))
+    left, right = (((),) * (rank - len(dims)) + dims for dims in (left, right))
+    return tuple(unifier.unify(a, b) for a, b in zip(left, right, strict=True))
 
 
 def number(arg: Any) -> Any:
-    """A Python value of an argument; a symbolic float (Dynamo makes one of a module's attribute under
-    dynamic=True) is specialised with its guard, as without dynamic=True: it is a constant of the layer."""
+    """A Python value of an argument.
+
+    A symbolic float (Dynamo makes one of a module's attribute under dynamic=True) is specialised with its guard,
+    as without dynamic=True: it is a constant of the layer.
+    """
     arg = value(arg)
     return float(arg) if isinstance(arg, torch.SymFloat) else arg
 
 
 def _op(node: Node, args: tuple[Any, ...]) -> Op:
     kwargs = tuple(sorted((k, number(v)) for k, v in node.kwargs.items()))
-    return Op(node.target, args, kwargs, node)  # type: ignore[arg-type]
+    assert isinstance(node.target, torch._ops.OpOverload)
+    return Op(node.target, args, kwargs, node)
 
 
 def _unary(node: Node, position: int, fact: Fact) -> Fact | None:
@@ -233,9 +248,9 @@ def evaluate_scalar(expr: Expr, leaves: dict[Expr, float]) -> float:
 @rule("aten::eq")
 def equals(lift: Lifting, node: Node) -> Outcome:
     """ids == arange(E): one-hot."""
-    if not isinstance(node.args[1], Node):
+    if not isinstance(argument(node, 1), Node):
         return None
-    left, right = lift.fact(node.args[0]), lift.fact(node.args[1])
+    left, right = lift.fact(argument(node, 0)), lift.fact(argument(node, 1))
     if isinstance(left.expr, Pos):
         left, right = right, left
     if not isinstance(right.expr, Pos) or not isinstance(left.expr, Leaf) or is_float(left.expr.node):
@@ -252,7 +267,7 @@ def equals(lift: Lifting, node: Node) -> Outcome:
 @rule("aten::histc")
 def histc(lift: Lifting, node: Node) -> Outcome:
     """Slots per expert, if the bins are exactly the ids 0..E-1."""
-    ids = covers(lift.fact(node.args[0]))
+    ids = covers(lift.fact(argument(node, 0)))
     if ids is None:
         return None
     bins, low, high = argument(node, 1, "bins", 100), argument(node, 2, "min", 0), argument(node, 3, "max", 0)
@@ -267,7 +282,7 @@ def histc(lift: Lifting, node: Node) -> Outcome:
 @rule("aten::bincount")
 def bincount(lift: Lifting, node: Node) -> Outcome:
     """Slots per expert; the output has at least `minlength` entries, more only for ids beyond them."""
-    ids = covers(lift.fact(node.args[0]))
+    ids = covers(lift.fact(argument(node, 0)))
     length = argument(node, 2, "minlength", 0)
     if ids is None or argument(node, 1, "weights") is not None or length < 1:
         return None
@@ -278,16 +293,11 @@ def bincount(lift: Lifting, node: Node) -> Outcome:
 @rule("aten::cumsum")
 def cumsum(lift: Lifting, node: Node) -> Outcome:
     """Running counts: where each expert's rows end in sorted order."""
-    fact = lift.fact(node.args[0])
+    fact = lift.fact(argument(node, 0))
     target = value(node).dtype
     if not isinstance(fact.expr, Count) or len(fact.dims) != 1 or target in EXACT_UP_TO:
-        return _refuse_hard(fact, "cumsum")
+        return None
     return Fact(Offs(fact.expr.ids, fact.expr.at), fact.dims)
-
-
-def _refuse_hard(fact: Fact, what: str) -> None:
-    if fact.expr.hard:
-        raise Conflict(f"no rule says what {what} of expert outputs means")
 
 
 # --- scores per (token, expert) --------------------------------------------------------------------------
@@ -297,7 +307,7 @@ def _refuse_hard(fact: Fact, what: str) -> None:
 def scatter(lift: Lifting, node: Node) -> Outcome:
     """full(v).scatter(-1, ids, w): w for the chosen experts, v elsewhere."""
     base, ids, source = (lift.fact(node.args[i]) for i in (0, 2, 3))
-    dim = int(node.args[1]) % max(len(base.dims), 1)  # type: ignore[arg-type]
+    dim = int(argument(node, 1)) % max(len(base.dims), 1)
     if not isinstance(base.expr, Const) or not isinstance(ids.expr, Leaf):
         return None
     if len(ids.dims) != len(base.dims) or (source.dims and len(source.dims) != len(ids.dims)):
@@ -332,9 +342,13 @@ def distinct(expr: Expr, slots: tuple[Axis, ...]) -> bool:
 
 def topk_of(node: Node) -> tuple[Node | None, int]:
     """The top-k whose indices `node` is, and the dimension it chose along; (None, 0) otherwise."""
-    if node.op != "call_function" or getattr(node.target, "__name__", "") != "getitem" or node.args[1] != 1:
+    if (
+        node.op != "call_function"
+        or getattr(node.target, "__name__", "") != "getitem"
+        or argument(node, 1) != 1
+    ):
         return None, 0
-    source = node.args[0]
+    source = argument(node, 0)
     if not isinstance(source, Node) or source.target is not torch.ops.aten.topk.default:
         return None, 0
     return source, int(argument(source, 2, "dim", -1)) % value(node).dim()
@@ -345,7 +359,12 @@ def count_of(fact: Fact, over: set[Axis]) -> Fact | None:
     expr = strip_casts(fact.expr)
     if isinstance(expr, OneHot):
         ids, counted, at = expr.ids, over, expr.at
-    elif isinstance(expr, Dense) and expr.value == Const(1.0) and expr.fill == 0 and distinct(expr.ids, expr.slots):
+    elif (
+        isinstance(expr, Dense)
+        and expr.value == Const(1.0)
+        and expr.fill == 0
+        and distinct(expr.ids, expr.slots)
+    ):
         ids, counted, at = expr.ids, over | set(expr.slots), expr.at
     else:
         return None

@@ -70,8 +70,8 @@ def rule_for(node: Node) -> Rule | None:
     return None
 
 
-def argument(node: Node, position: int, name: str, default: Any = None) -> Any:
-    """An argument of a node, given by position or by keyword."""
+def argument(node: Node, position: int, name: str = "", default: Any = None) -> Any:
+    """An argument of a node, given by position or by keyword; the default where it is left out."""
     if position < len(node.args):
         return node.args[position]
     return node.kwargs.get(name, default)

@@ -7,7 +7,6 @@ is read whole, and no slot is left out.
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -15,15 +14,12 @@ from torch.fx import Node
 
 from moefuse.graph import sizes
 from moefuse.ops.spec import GateUp, MoeSpec, WeightPosition
-from moefuse.patterns.activation import Classified, classify, to_program
+from moefuse.patterns.activation import Classified, classify, to_program, upcast
 from moefuse.patterns.facts import (
-    At,
     Axis,
     Conflict,
     Const,
-    Digit,
     Dims,
-    Dot,
     Expr,
     Group,
     Leaf,
@@ -31,15 +27,11 @@ from moefuse.patterns.facts import (
     Part,
     Sum,
     bind,
-    group_axes,
-    group_size,
 )
+from moefuse.patterns.products import Linear, factors, first_gemms, linear, split_factors, times
 from moefuse.patterns.router import strip_casts, topk_of, walk
 from moefuse.patterns.rules import Lifting, value
-
-MUL = (torch.ops.aten.mul.Tensor, torch.ops.aten.mul.Scalar)
-DIV = (torch.ops.aten.div.Tensor, torch.ops.aten.div.Scalar)
-ADD = (torch.ops.aten.add.Tensor, torch.ops.aten.add.Scalar)
+from moefuse.patterns.weights import affine, demand_whole, entry_of, is_transposed, layout, span
 
 
 @dataclass
@@ -52,152 +44,85 @@ class Site:
     """
 
     node: Node
-    spec: MoeSpec
     dims: Dims
     tokens: tuple[Axis, ...]
     slots: tuple[Axis, ...]
     features: Group
-    x: Expr
     hidden: tuple[Axis, ...]
+    inner: tuple[Axis, ...]
+    x: Expr
     ids: Leaf
     weights: list[Expr]
     weight1: list[Leaf]
     weight2: Leaf
     bias1: list[Leaf]
     bias2: list[Leaf]
+    gate_up: GateUp
+    activation: Classified
+    activation_dtype: torch.dtype | None
+    weight_position: WeightPosition
     base: Node | None
+    terms: torch.dtype | None
     gemms: frozenset[Node]
-    roles: dict[str, frozenset[Axis]] = field(default_factory=dict)
+    spec: MoeSpec = field(init=False)
 
-
-# --- factoring -------------------------------------------------------------------------------------------
-
-
-def factors(expr: Expr) -> list[Expr]:
-    """The factors of a product, looking through casts; a division by something soft is a factor too."""
-    inner = strip_casts(expr)
-    if isinstance(inner, Op) and inner.target in MUL:
-        return [f for arg in inner.args[:2] for f in factors(_as_expr(arg))]
-    if isinstance(inner, Op) and inner.target in DIV and not inner.kwargs and not _as_expr(inner.args[1]).hard:
-        inverse = Op(torch.ops.aten.reciprocal.default, (_as_expr(inner.args[1]),), (), inner.node)
-        return [*factors(inner.args[0]), inverse]
-    return [] if inner == Const(1.0) else [inner if inner.hard else expr]
-
-
-def _as_expr(arg: object) -> Expr:
-    if isinstance(arg, Expr):
-        return arg
-    if isinstance(arg, int | float):
-        return Const(float(arg))
-    raise Conflict(f"a factor that is no number: {arg}")
-
-
-def _split_factors(expr: Expr) -> tuple[Expr, list[Expr]]:
-    """(the one hard factor, the soft ones)."""
-    every = factors(expr)
-    hard = [f for f in every if f.hard]
-    if len(hard) != 1:
-        raise Conflict(f"a product of {len(hard)} expert outputs where one is expected")
-    return hard[0], [f for f in every if not f.hard]
-
-
-@dataclass(frozen=True)
-class Linear:
-    """rows @ weight (+ bias): one expert GEMM."""
-
-    rows: Expr
-    weight: Leaf
-    over: tuple[Axis, ...]
-    bias: Leaf | None
-    node: Node
-
-
-def linear(expr: Expr) -> Linear | None:
-    """The GEMM, with its bias, that an expression is; None for anything else."""
-    inner = strip_casts(expr)
-    if isinstance(inner, Dot) and inner.expert:
-        weight, rows = _weight_of(inner)
-        return Linear(rows, weight, inner.over, None, inner.node)
-    if not isinstance(inner, Op) or inner.target not in ADD or dict(inner.kwargs).get("alpha", 1) != 1:
-        return None
-    for one, other in (inner.args[:2], inner.args[1::-1]):
-        if not isinstance(one, Expr) or not isinstance(other, Expr) or not one.hard or other.hard:
-            continue
-        bias, product = strip_casts(other), linear(one)
-        if product is not None and product.bias is None and isinstance(bias, Leaf) and bias.selectors:
-            return Linear(product.rows, product.weight, product.over, bias, product.node)
-    return None
-
-
-def _weight_of(dot: Dot) -> tuple[Leaf, Expr]:
-    """Which operand of an expert product is the weight, and the other one."""
-    for weight, rows in ((dot.b, dot.a), (dot.a, dot.b)):
-        leaf = strip_casts(weight)
-        if isinstance(leaf, Leaf) and len(leaf.selectors) == 1 and leaf.axes >= set(dot.over):
-            if leaf is not weight:
-                raise Conflict(f"expert weights `{leaf.node.name}` are cast after they were selected")
-            return leaf, rows
-    raise Conflict(f"the weights of `{dot.node.name}` are not selected by the routing")
-
-
-# --- assembly --------------------------------------------------------------------------------------------
+    def __post_init__(self) -> None:
+        self.spec = _spec(self)
 
 
 def assemble(lift: Lifting, node: Node, expr: Expr, dims: Dims) -> Site:
     """The layer whose output is `node`. Raises Conflict where the expression isn't a whole MoE layer."""
-    body, slots, base, terms = _combined(expr)
-    core, weights = _split_factors(body)
+    total = expr if isinstance(expr, Sum) else None  # a layer with one slot per token needs no sum
+    slots = total.over if total is not None else ()
+    core, outputs = split_factors(total.body if total is not None else expr)
     second = linear(core)
     if second is None:
         raise Conflict(_unexpected(core, "between the second expert GEMM and the combine"))
-    inner, mid = _split_activation(second.rows)
-    firsts = _first_gemms(inner)
+    program, mids = _split_activation(second.rows)
+    firsts = first_gemms(program)
     if not firsts:
         raise Conflict("no first expert GEMM feeds the second one")
-    token_rows, inputs = _token_rows(lift, firsts, slots)
+    x, inputs = _token_rows(lift, firsts, slots)
     ids = _same_ids([second, *firsts])
-    tokens = _token_axes(token_rows, firsts[0].over, ids, slots)
-    used = [name for name, found in (("output", weights), ("mid", mid), ("input", inputs)) if _real(found)]
-    if len(used) > 1 or (used and used != ["output"] and weights):
-        raise Conflict(f"factors at several places of the layer ({', '.join(used)}, output)")
-    _check_weights([*weights, *mid, *inputs], tokens, slots)
-    position: WeightPosition = used[0] if used else "output"  # type: ignore[assignment]
+    hidden = firsts[0].over
+    tokens = _token_axes(x, hidden, ids, slots)
+    position = _position(outputs, mids, inputs)
+    _check_weights([*outputs, *mids, *inputs], {*tokens, *slots})
     features = _output_features(dims, tokens)
-    gate_up, ordered, act = _gate_up(inner, firsts, mid_axes=second.over)
-    _whole(second, second.over, features)
-    roles = {"hidden": frozenset(firsts[0].over), "inner": frozenset(second.over)}
-    site = Site(
+    demand_whole(second, second.over, features)
+    gate_up, ordered, activation, activation_dtype = _gate_up(program, firsts, second.over)
+    return Site(
         node=node,
-        spec=_spec(node, ids, token_rows, ordered, second, act, gate_up, position, [*weights, *mid, *inputs], slots, terms),
         dims=dims,
         tokens=tokens,
         slots=slots,
         features=features,
-        x=token_rows,
-        hidden=firsts[0].over,
+        hidden=hidden,
+        inner=second.over,
+        x=x,
         ids=ids,
-        weights=[*weights, *mid, *inputs],
+        weights=[*outputs, *mids, *inputs],
         weight1=_one_per_tensor([f.weight for f in ordered], gate_up),
         weight2=second.weight,
         bias1=_one_per_tensor([f.bias for f in ordered if f.bias is not None], gate_up),
         bias2=[second.bias] if second.bias is not None else [],
-        base=base,
+        gate_up=gate_up,
+        activation=activation,
+        activation_dtype=activation_dtype,
+        weight_position=position,
+        base=total.base if total is not None else None,
+        terms=total.terms if total is not None else None,
         gemms=frozenset([second.node, *(f.node for f in firsts)]),
-        roles=roles,
     )
-    return site
 
 
-def _real(found: list[Expr]) -> bool:
-    """True when the factors hold more than plain numbers."""
-    return any(not isinstance(f, Const) for f in found)
-
-
-def _combined(expr: Expr) -> tuple[Expr, tuple[Axis, ...], Node | None, torch.dtype | None]:
-    """(row expression, slot axes summed over, base, dtype of the terms); a K = 1 layer has no sum."""
-    if isinstance(expr, Sum):
-        return expr.body, expr.over, expr.base, expr.terms
-    return expr, (), None, None
+def _position(outputs: list[Expr], mids: list[Expr], inputs: list[Expr]) -> WeightPosition:
+    """Where the routing weight multiplies. Factors at several places are refused: they don't commute with biases."""
+    places: dict[WeightPosition, list[Expr]] = {"output": outputs, "mid": mids, "input": inputs}
+    used = [place for place, found in places.items() if found]
+    if len(used) > 1:
+        raise Conflict(f"routing weights at several places of the layer: {', '.join(used)}")
+    return used[0] if used else "output"
 
 
 def _unexpected(expr: Expr, where: str) -> str:
@@ -217,18 +142,7 @@ def _split_activation(rows: Expr) -> tuple[Expr, list[Expr]]:
     kept = [f for f in every if f.hard or isinstance(f, Const)]
     if not any(f.hard for f in kept):
         raise Conflict("no first expert GEMM feeds the second one")
-    return _times(kept), soft
-
-
-def _first_gemms(expr: Expr) -> list[Linear]:
-    """The different GEMM outputs that the activation reads, in order of appearance."""
-    found = linear(expr)
-    if found is not None:
-        return [found]
-    result: list[Linear] = []
-    for part in expr.parts():
-        result.extend(f for f in _first_gemms(part) if f not in result)
-    return result
+    return times(kept), soft
 
 
 def _token_rows(lift: Lifting, firsts: list[Linear], slots: tuple[Axis, ...]) -> tuple[Expr, list[Expr]]:
@@ -238,11 +152,13 @@ def _token_rows(lift: Lifting, firsts: list[Linear], slots: tuple[Axis, ...]) ->
     for first in firsts:
         if len(first.over) != len(firsts[0].over):
             raise Conflict("gate and up GEMM contract different dimensions")
-        renamed: dict[Axis, Group] = {old: (new,) for old, new in zip(first.over, firsts[0].over, strict=True)}
-        opened = lift.expand(first.rows, lambda leaf: _per_slot(leaf, first.over, slots))
+        renamed: dict[Axis, Group] = {
+            old: (new,) for old, new in zip(first.over, firsts[0].over, strict=True)
+        }
+        opened = lift.expand(first.rows, functools.partial(_per_slot, over=first.over, slots=slots))
         every = factors(bind(opened, renamed))
         routing = [f for f in every if _is_routing_weight(f, firsts[0].over, slots)]
-        row = _times([f for f in every if f not in routing])
+        row = times([f for f in every if f not in routing])
         if rows is None:
             rows, weights = row, routing
         elif rows != row or weights != routing:
@@ -259,13 +175,6 @@ def _is_routing_weight(factor: Expr, features: tuple[Axis, ...], slots: tuple[Ax
     if factor.axes & set(features):
         return False
     return bool(factor.axes & set(slots)) or any(isinstance(e, Leaf) and e.selectors for e in walk(factor))
-
-
-def _times(every: list[Expr]) -> Expr:
-    """The product of some factors."""
-    if not every:
-        raise Conflict("the input of the experts is no token row")
-    return functools.reduce(lambda a, b: Op(torch.ops.aten.mul.Tensor, (a, b)), every)
 
 
 def _per_slot(leaf: Leaf, over: tuple[Axis, ...], slots: tuple[Axis, ...]) -> bool:
@@ -306,8 +215,8 @@ def _token_axes(rows: Expr, hidden: tuple[Axis, ...], ids: Leaf, slots: tuple[Ax
     return tokens
 
 
-def _check_weights(weights: list[Expr], tokens: tuple[Axis, ...], slots: tuple[Axis, ...]) -> None:
-    allowed = {*tokens, *slots}
+def _check_weights(weights: list[Expr], allowed: set[Axis]) -> None:
+    """Routing weights depend on the slot alone, and are read whole."""
     for weight in weights:
         if not weight.axes <= allowed:
             raise Conflict(f"{_name(weight)} weighs expert outputs by more than the slot")
@@ -333,174 +242,38 @@ def _output_features(dims: Dims, tokens: tuple[Axis, ...]) -> Group:
     return rest
 
 
-# --- weights ---------------------------------------------------------------------------------------------
-
-
-def affine(group: Group, axes: frozenset[Axis]) -> tuple[int, int] | None:
-    """(start, step) of a group that counts evenly through its dimension as `axes` run; None otherwise."""
-    found = _affine(group)
-    if found is None:
-        return None
-    start, steps = found
-    if {axis for axis, _ in steps} != axes:
-        return None
-    # Several axes are one count if each strides over all that is inside it.
-    for (_, outer), (axis, inner) in zip(steps, steps[1:], strict=False):
-        if not isinstance(axis.size, int) or outer != inner * axis.size:
-            return None
-    return start, steps[-1][1] if steps else 1
-
-
-def _affine(group: Group) -> tuple[int, list[tuple[Axis, int]]] | None:
-    start, steps = 0, list[tuple[Axis, int]]()
-    radix = 1
-    for digit in reversed(group):
-        if isinstance(digit, Axis):
-            steps.insert(0, (digit, radix))
-        elif isinstance(digit, Part):
-            inner = _affine(digit.group)
-            if inner is None:
-                return None
-            start += radix * (digit.start + digit.step * inner[0])
-            steps[:0] = [(axis, radix * digit.step * step) for axis, step in inner[1]]
-        else:
-            return None
-        if not isinstance(digit.size, int):
-            return None if digit is not group[0] else (start, steps)
-        radix *= digit.size
-    return start, steps
-
-
-def entry_of(leaf: Leaf, axes: frozenset[Axis]) -> Group:
-    """The digits of a leaf's index that run over the axes (of one dimension, or a whole part of one)."""
-    groups = [
-        tuple(d for d in group if not isinstance(d, At) and group_axes((d,)) <= axes)
-        for group in leaf.index
-        if group_axes(group) & axes
-    ]
-    if len(groups) != 1:
-        raise Conflict(f"`{leaf.node.name}` is not a weight with one dimension per role")
-    return groups[0]
-
-
-def _whole(one: Linear, over: tuple[Axis, ...], features: Group) -> None:
-    """Demand that contraction and output of a GEMM run over the whole of their weight dimension."""
-    out = frozenset(d for d in features if isinstance(d, Axis))
-    for role, axes in (("contracted", frozenset(over)), ("output", out)):
-        entry = entry_of(one.weight, axes)
-        if affine(entry, axes) != (0, 1) or not sizes.same(group_size(entry), sizes.product(a.size for a in axes)):
-            raise Conflict(f"only a part of `{one.weight.node.name}` is used ({role} dimension)")
-    if one.bias is not None:
-        entry = entry_of(one.bias, out)
-        if affine(entry, out) != (0, 1) or one.bias.axes - one.bias.selectors[0].expr.axes != out:
-            raise Conflict(f"`{one.bias.node.name}` is no bias over the output features")
-
-
-def _gate_up(inner: Expr, firsts: list[Linear], mid_axes: tuple[Axis, ...]) -> tuple[GateUp, list[Linear], Classified]:
-    """(layout, GEMMs in order gate, up; the activation). Reads which rows of the weight are gate and up."""
+def _gate_up(
+    program: Expr, firsts: list[Linear], inner: tuple[Axis, ...]
+) -> tuple[GateUp, list[Linear], Classified, torch.dtype | None]:
+    """(layout, GEMMs in order gate, up; activation, its dtype), read off the weight rows that each leaf takes."""
     if len(firsts) > 2:
         raise Conflict(f"the activation reads {len(firsts)} different GEMM outputs")
-    gated = len(firsts) == 2
     names = dict(zip(map(_key, firsts), ("g", "u"), strict=False))
 
     def leaf(expr: Expr) -> str | None:
         found = linear(expr)
         return names[_key(found)] if found is not None else None
 
-    act = classify(to_program(inner, leaf), gated)
-    ordered = firsts[::-1] if act.swapped else firsts
-    axes = frozenset(mid_axes)
-    size = sizes.product(a.size for a in mid_axes)
-    spans = [_span(one.weight, axes, one.over) for one in ordered]
-    for one, span in zip(ordered, spans, strict=True):
-        if one.bias is not None and (one.bias.selectors[0].expr != one.weight.selectors[0].expr):
-            raise Conflict(f"`{one.bias.node.name}` is selected by other ids than its weight")
-        if one.bias is not None and affine(entry_of(one.bias, axes), axes) != span[:2]:
+    activation = classify(to_program(program, leaf), len(firsts) == 2)
+    ordered = firsts[::-1] if activation.swapped else firsts
+    axes = frozenset(inner)
+    spans = [span(one.weight, axes, one.over) for one in ordered]
+    for one, rows in zip(ordered, spans, strict=True):
+        if one.bias is not None and affine(entry_of(one.bias, axes), axes) != rows[:2]:
             raise Conflict(f"`{one.bias.node.name}` is not laid out as the weight it belongs to")
-    layout = _layout(ordered, spans, size)
-    if gated and (ordered[0].bias is None) != (ordered[1].bias is None):
+    if len({one.bias is None for one in ordered}) > 1:
         raise Conflict("only one of gate and up has a bias")
-    return layout, ordered, act
+    found = layout(ordered, spans, sizes.product(axis.size for axis in inner))
+    return found, ordered, activation, upcast(program, leaf)
 
 
 def _key(one: Linear) -> tuple[Leaf, Leaf | None]:
     return one.weight, one.bias
 
 
-def _span(weight: Leaf, axes: frozenset[Axis], over: tuple[Axis, ...]) -> tuple[int, int, sizes.Size]:
-    """(start, step, size of the dimension) of the weight rows that a leaf of the activation reads."""
-    contracted = entry_of(weight, frozenset(over))
-    if affine(contracted, frozenset(over)) != (0, 1) or not sizes.same(
-        group_size(contracted), sizes.product(a.size for a in over)
-    ):
-        raise Conflict(f"only a part of `{weight.node.name}` is used (contracted dimension)")
-    entry = entry_of(weight, axes)
-    found = affine(entry, axes)
-    if found is None:
-        raise Conflict(f"gate and up are picked from `{weight.node.name}` in a way that is no slice")
-    return (*found, group_size(entry))
-
-
-def _layout(ordered: list[Linear], spans: list[tuple[int, int, sizes.Size]], size: sizes.Size) -> GateUp:
-    whole = [start == 0 and step == 1 and sizes.same(total, size) for start, step, total in spans]
-    if len(ordered) == 1:
-        if not whole[0]:
-            raise Conflict(f"only a part of the first GEMM's output `{ordered[0].node.name}` is used")
-        return "none"
-    if all(whole):
-        if ordered[0].weight.node is ordered[1].weight.node:
-            raise Conflict("gate and up read the same weight")
-        return "separate"
-    if ordered[0].weight.node is not ordered[1].weight.node or not isinstance(size, int):
-        raise Conflict("gate and up are parts of two different weights")
-    starts = (spans[0][:2], spans[1][:2])
-    known: dict[tuple[tuple[int, int], tuple[int, int]], GateUp] = {
-        ((0, 1), (size, 1)): "concat",
-        ((size, 1), (0, 1)): "concat_swapped",
-        ((0, 2), (1, 2)): "interleaved",
-        ((1, 2), (0, 2)): "interleaved_swapped",
-    }
-    if starts not in known or not sizes.same(spans[0][2], 2 * size):
-        raise Conflict(f"gate and up lie at rows {starts} of {spans[0][2]}: no known layout")
-    return known[starts]
-
-
 def _one_per_tensor(leaves: list[Leaf], gate_up: GateUp) -> list[Leaf]:
     """Two leaves where gate and up are separate tensors, otherwise one: both halves are in it."""
     return leaves if gate_up == "separate" else leaves[:1]
-
-
-def units(leaf: Leaf, role_of: Callable[[Digit], str]) -> list[tuple[str, sizes.Size, int]]:
-    """The leaf's dimensions as (role, size, dimension), neighbours of one role in one dimension merged."""
-    result: list[tuple[str, sizes.Size, int]] = []
-    for dim, group in enumerate(leaf.index):
-        for digit in group:
-            role = role_of(digit)
-            if result and result[-1][0] == role and result[-1][2] == dim:
-                result[-1] = (role, result[-1][1] * digit.size, dim)
-            else:
-                result.append((role, digit.size, dim))
-    return result
-
-
-def weight_units(leaf: Leaf, contracted: frozenset[Axis]) -> list[tuple[str, sizes.Size, int]]:
-    """Units of an expert weight: "E" the expert, "C" the contracted features, "N" the output features."""
-
-    def role(digit: Digit) -> str:
-        if isinstance(digit, At):
-            return "E"
-        return "C" if group_axes((digit,)) <= contracted and group_axes((digit,)) else "N"
-
-    found = units(leaf, role)
-    if sorted(name for name, _, _ in found) != ["C", "E", "N"]:
-        raise Conflict(f"`{leaf.node.name}` is not a weight of experts, outputs and inputs")
-    return found
-
-
-def is_transposed(leaf: Leaf, contracted: frozenset[Axis]) -> bool:
-    """True for out-features first ([E, N, C]), False for [E, C, N]."""
-    order = [name for name, _, _ in weight_units(leaf, contracted) if name != "E"]
-    return order == ["N", "C"]
 
 
 def _static(size: sizes.Size, what: str) -> int:
@@ -509,55 +282,46 @@ def _static(size: sizes.Size, what: str) -> int:
     return size
 
 
-def _spec(
-    node: Node,
-    ids: Leaf,
-    rows: Expr,
-    firsts: list[Linear],
-    second: Linear,
-    act: Classified,
-    gate_up: GateUp,
-    position: WeightPosition,
-    weights: list[Expr],
-    slots: tuple[Axis, ...],
-    terms: torch.dtype | None,
-) -> MoeSpec:
-    hidden, inner = frozenset(firsts[0].over), frozenset(second.over)
-    flags = {is_transposed(f.weight, frozenset(f.over)) for f in firsts}
-    if len(flags) != 1:
-        raise Conflict("gate and up weights have different orientations")
-    experts = {_static(f.weight.selectors[0].size, "number of experts") for f in [*firsts, second]}
+def _spec(site: Site) -> MoeSpec:
+    """What the site computes, without the graph."""
+    hidden, inner = frozenset(site.hidden), frozenset(site.inner)
+    parameters = [*site.weight1, site.weight2, *site.bias1, *site.bias2]
+    dtypes = {value(leaf.node).dtype for leaf in parameters}
+    if len(dtypes) != 1:
+        raise Conflict(f"the layer's weights and biases have different dtypes: {sorted(map(str, dtypes))}")
+    experts = {_static(leaf.selectors[0].size, "number of experts") for leaf in parameters}
     if len(experts) != 1:
         raise Conflict(f"the layer's weights hold {sorted(experts)} experts")
+    flags = {is_transposed(leaf, leaf.axes - inner - leaf.selectors[0].expr.axes) for leaf in site.weight1}
+    if len(flags) != 1:
+        raise Conflict("gate and up weights have different orientations")
     (count,) = experts
-    if len({value(f.weight.node).dtype for f in [*firsts, second]}) != 1:
-        raise Conflict("the layer's weights have different dtypes")
-    out = next(size for name, size, _ in weight_units(second.weight, inner) if name == "N")
-    topk, dim = topk_of(ids.node)
+    topk, dim = topk_of(site.ids.node)
     chosen_from = value(topk.args[0]).shape[dim] if topk is not None else None
-    val = value(node)
+    val = value(site.node)
     return MoeSpec(
         num_experts=count,
-        top_k=_static(sizes.product(a.size for a in slots), "number of slots per token"),
-        hidden=_static(sizes.product(a.size for a in hidden), "hidden size"),
-        intermediate=_static(sizes.product(a.size for a in inner), "intermediate size"),
-        out_features=_static(out, "output size"),
+        top_k=_static(sizes.product(axis.size for axis in site.slots), "number of slots per token"),
+        hidden=_static(sizes.product(axis.size for axis in hidden), "hidden size"),
+        intermediate=_static(sizes.product(axis.size for axis in inner), "intermediate size"),
+        out_features=_static(sizes.product(axis.size for axis in site.features), "output size"),
         device=val.device.type,
-        x_dtype=_dtype(rows),
-        expert_dtype=value(second.weight.node).dtype,
-        router_dtype=_product_dtype(weights, val.dtype),
+        x_dtype=_dtype(site.x),
+        expert_dtype=dtypes.pop(),
+        router_dtype=_product_dtype(site.weights, val.dtype),
         output_dtype=val.dtype,
-        product_dtype=None if terms in (torch.float32, torch.float64) else terms,
-        gate_up=gate_up,
+        product_dtype=None if site.terms in (torch.float32, torch.float64) else site.terms,
+        gate_up=site.gate_up,
         transpose_weight1=flags.pop(),
-        transpose_weight2=is_transposed(second.weight, inner),
-        has_bias1=firsts[0].bias is not None,
-        has_bias2=second.bias is not None,
-        activation=act.activation,
-        activation_params=act.params,
-        activation_program=act.program,
-        weight_position=position,
-        has_router_weight=_real(weights),
+        transpose_weight2=is_transposed(site.weight2, inner),
+        has_bias1=bool(site.bias1),
+        has_bias2=bool(site.bias2),
+        activation=site.activation.activation,
+        activation_params=site.activation.params,
+        activation_program=site.activation.program,
+        activation_dtype=site.activation_dtype,
+        weight_position=site.weight_position,
+        has_router_weight=any(not isinstance(factor, Const) for factor in site.weights),
         ids_checked=chosen_from is not None and sizes.same(chosen_from, count),
     )
 
@@ -570,7 +334,10 @@ def _product_dtype(weights: list[Expr], default: torch.dtype) -> torch.dtype:
 def _dtype(expr: Expr) -> torch.dtype:
     """The dtype of a row expression: of its last cast, or of its leaf."""
     if isinstance(expr, Op) and expr.target is torch.ops.aten._to_copy.default:
-        return dict(expr.kwargs).get("dtype") or _dtype(expr.args[0])
+        dtype = dict(expr.kwargs).get("dtype")
+        return dtype if isinstance(dtype, torch.dtype) else _dtype(expr.args[0])
     if isinstance(expr, Leaf):
-        return value(expr.node).dtype
-    return _product_dtype([part for part in expr.parts()], torch.float32)
+        dtype = value(expr.node).dtype
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+    return _product_dtype(list(expr.parts()), torch.float32)

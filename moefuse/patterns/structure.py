@@ -25,7 +25,7 @@ from moefuse.patterns.facts import (
     bind_group,
     group_size,
 )
-from moefuse.patterns.rules import Lifting, Outcome, argument, rule, value
+from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
 
 
 def regroup(dims: Dims, shape: Sequence[Size]) -> tuple[Dims, Binding]:
@@ -65,15 +65,18 @@ def _chase(binding: dict[Axis, Group]) -> Binding:
     """A split tail may have been split again: resolve to the final digits."""
 
     def final(group: Group) -> Group:
-        return tuple(d for digit in group for d in (final(binding[digit]) if digit in binding else (digit,)))  # type: ignore[index]
+        known = [(digit, binding.get(digit) if isinstance(digit, Axis) else None) for digit in group]
+        return tuple(d for digit, split in known for d in (final(split) if split else (digit,)))
 
     return {axis: final(group) for axis, group in binding.items()}
 
 
-@rule("aten::view", "aten::reshape", "aten::_unsafe_view", "aten::unsqueeze", "aten::squeeze", "aten::flatten")
+@rule(
+    "aten::view", "aten::reshape", "aten::_unsafe_view", "aten::unsqueeze", "aten::squeeze", "aten::flatten"
+)
 def view(lift: Lifting, node: Node) -> Outcome:
     """The same elements in the same order under another shape."""
-    fact = lift.fact(node.args[0])
+    fact = lift.fact(argument(node, 0))
     dims, binding = regroup(fact.dims, value(node).shape)
     return Fact(bind(fact.expr, binding), tuple(bind_group(group, binding) for group in dims))
 
@@ -81,7 +84,7 @@ def view(lift: Lifting, node: Node) -> Outcome:
 @rule("aten::clone", "aten::alias", "aten::detach", "aten::contiguous", "aten::lift_fresh_copy", "aten::copy")
 def same(lift: Lifting, node: Node) -> Outcome:
     """A copy or an alias means what its source means (`copy(self, src)`: what src means)."""
-    source = node.args[1] if node.target.__name__.startswith("copy") else node.args[0]  # type: ignore[union-attr]
+    source = argument(node, 1 if op_name(node) == "aten::copy" else 0)
     if value(source) is None or value(source).shape != value(node).shape:
         return None
     return lift.fact(source)
@@ -90,14 +93,14 @@ def same(lift: Lifting, node: Node) -> Outcome:
 @rule("aten::permute", "aten::transpose", "aten::t", "aten::numpy_T")
 def permute(lift: Lifting, node: Node) -> Outcome:
     """Dimensions change places."""
-    fact = lift.fact(node.args[0])
+    fact = lift.fact(argument(node, 0))
     rank = len(fact.dims)
     order = list(range(rank))
-    name = node.target._schema.name  # type: ignore[union-attr]
+    name = op_name(node)
     if name == "aten::permute":
-        order = [int(d) % rank for d in node.args[1]]  # type: ignore[union-attr,arg-type]
+        order = [int(d) % rank for d in argument(node, 1)]
     elif name == "aten::transpose":
-        a, b = int(node.args[1]) % rank, int(node.args[2]) % rank  # type: ignore[arg-type]
+        a, b = int(argument(node, 1)) % rank, int(argument(node, 2)) % rank
         order[a], order[b] = b, a
     else:
         order.reverse()
@@ -107,7 +110,7 @@ def permute(lift: Lifting, node: Node) -> Outcome:
 @rule("aten::expand")
 def expand(lift: Lifting, node: Node) -> Outcome:
     """New or widened dimensions: axes on which the value doesn't depend."""
-    fact = lift.fact(node.args[0])
+    fact = lift.fact(argument(node, 0))
     shape = value(node).shape
     padded: Dims = ((),) * (len(shape) - len(fact.dims)) + fact.dims
     return Fact(
@@ -122,8 +125,8 @@ def expand(lift: Lifting, node: Node) -> Outcome:
 @rule("aten::repeat")
 def repeat(lift: Lifting, node: Node) -> Outcome:
     """Whole copies along a dimension: an outer axis on which the value doesn't depend."""
-    fact = lift.fact(node.args[0])
-    repeats: Sequence[Size] = [value(r) for r in node.args[1]]  # type: ignore[union-attr]
+    fact = lift.fact(argument(node, 0))
+    repeats: Sequence[Size] = [value(r) for r in argument(node, 1)]
     padded: Dims = ((),) * (len(repeats) - len(fact.dims)) + fact.dims
     outer = [() if sizes.is_one(r) else (Axis(r),) for r in repeats]
     return Fact(fact.expr, tuple(o + group for o, group in zip(outer, padded, strict=True)))
@@ -161,9 +164,9 @@ def _plain(lift: Lifting, fact: Fact) -> bool:
 @rule("aten::slice")
 def slice_(lift: Lifting, node: Node) -> Outcome:
     """A slice; one that takes everything is the same fact."""
-    fact = lift.fact(node.args[0])
+    fact = lift.fact(argument(node, 0))
     dim = argument(node, 1, "dim", 0) % len(fact.dims)
-    before, after = value(node.args[0]).shape[dim], value(node).shape[dim]
+    before, after = value(argument(node, 0)).shape[dim], value(node).shape[dim]
     step = argument(node, 4, "step", 1)
     if step == 1 and sizes.same(before, after):
         return fact
@@ -182,11 +185,11 @@ def slice_(lift: Lifting, node: Node) -> Outcome:
 @rule("aten::select")
 def select(lift: Lifting, node: Node) -> Outcome:
     """One element of a dimension."""
-    fact = lift.fact(node.args[0])
+    fact = lift.fact(argument(node, 0))
     if _plain(lift, fact):
         return None
-    dim, index = int(node.args[1]) % len(fact.dims), node.args[2]  # type: ignore[arg-type]
-    size = value(node.args[0]).shape[dim]
+    dim, index = int(argument(node, 1)) % len(fact.dims), argument(node, 2)
+    size = value(argument(node, 0)).shape[dim]
     if not isinstance(index, int) or not isinstance(size, int):
         raise Conflict("one element is selected at an index that is not static")
     return cut(fact, dim, index % size, 1, keep=False)
@@ -195,11 +198,11 @@ def select(lift: Lifting, node: Node) -> Outcome:
 @rule("aten::split", "aten::chunk", "aten::split_with_sizes", "aten::unbind", "aten::tensor_split")
 def split(lift: Lifting, node: Node) -> Outcome:
     """Consecutive slices of one dimension."""
-    fact = lift.fact(node.args[0])
+    fact = lift.fact(argument(node, 0))
     if _plain(lift, fact):
         return None
     pieces = value(node)
-    keep = node.target._schema.name != "aten::unbind"  # type: ignore[union-attr]
+    keep = op_name(node) != "aten::unbind"
     dim = (argument(node, 2, "dim", 0) if keep else argument(node, 1, "dim", 0)) % len(fact.dims)
     facts: list[Fact | None] = []
     start = 0

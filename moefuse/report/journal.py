@@ -1,59 +1,82 @@
-"""What moefuse did in this process: a report per compiled model, newest last.
+"""What moefuse did in this process: one report per compiled frame, newest last.
 
-In: `record`, called by the backend for every graph. Out: `reports()`. Graphs of one model (Dynamo hands over
-several after graph breaks and recompilations) are collected in one report, by the code object they come from.
+In: `record`, called by the backend for every graph. Out: `reports()`. Dynamo compiles a frame again for other
+shapes: those graphs are collected in the report of the frame. Each part of a broken graph is a frame of its own.
 """
 
 import itertools
 import logging
 import threading
 
-from torch.fx import GraphModule
+from torch._guards import CompileId
 
 from moefuse.report.model import GraphReport, Report
 
 log = logging.getLogger("moefuse")
 
 KEPT = 1000
-"""Graphs remembered: a long-lived process that recompiles forever must not grow."""
-
-_lock = threading.Lock()
-_graphs: list[GraphReport] = []
-_indices = itertools.count()
-_warned_empty = False
+"""Models and graphs per model remembered: a long-lived process that recompiles forever must not grow."""
 
 
-def next_index() -> int:
-    """A number for a graph, unique in this process."""
-    return next(_indices)
+class Journal:
+    """Thread-safe memory of what was compiled."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._models: list[list[GraphReport]] = []
+        self._frames: dict[int | None, list[GraphReport]] = {}
+        self._indices = itertools.count()
+        self._said_empty = False
+
+    def next_index(self) -> int:
+        """A number for a graph, unique in this process."""
+        return next(self._indices)
+
+    def record(self, report: GraphReport, compile_id: CompileId | None) -> None:
+        """Remember a graph of the frame that Dynamo compiles under this id, and say aloud what wasn't fused."""
+        frame = compile_id.frame_id if compile_id is not None else None
+        again = compile_id is not None and bool(compile_id.frame_compile_id)
+        with self._lock:
+            graphs = self._frames.get(frame) if again else None  # numbers start anew when Dynamo is reset
+            if graphs is None:
+                graphs = self._frames[frame] = []
+                self._models.append(graphs)
+                del self._models[:-KEPT]
+            graphs.append(report)
+            del graphs[:-KEPT]
+            silent = self._said_empty
+            self._said_empty = silent or _is_empty(report)
+        _announce(report, silent)
+
+    def reports(self) -> list[Report]:
+        """A report per compiled frame, oldest first."""
+        with self._lock:
+            return [Report(tuple(graphs)) for graphs in self._models]
 
 
-def record(gm: GraphModule, report: GraphReport) -> None:
-    """Remember a graph's report, and say aloud what wasn't fused."""
-    with _lock:
-        _graphs.append(report)
-        del _graphs[:-KEPT]
-    _announce(report)
+def _is_empty(report: GraphReport) -> bool:
+    return not report.sites and not report.error
 
 
-def reports() -> list[Report]:
-    """A report for each graph compiled in this process, oldest first (the newest 1000)."""
-    with _lock:
-        return [Report((graph,)) for graph in _graphs]
-
-
-def _announce(report: GraphReport) -> None:
-    global _warned_empty
+def _announce(report: GraphReport, silent: bool) -> None:
     for site in report.sites:
+        layer = site.layer or "(root)"
         if site.fused:
-            log.info("fused %s (%s) on %s", site.layer or "(root)", site.spec.describe() if site.spec else "", site.target)
+            log.info("fused %s (%s) on %s", layer, site.spec.describe() if site.spec else "", site.target)
         elif site.check != "exclude":
-            log.warning("not fused: %s: %s [%s]", site.layer or "(root)", site.reason, site.source or site.node)
-    if not report.sites and not report.error and not _warned_empty:
-        _warned_empty = True
+            log.warning("not fused: %s: %s [%s]", layer, site.reason, site.source or site.node)
+    if _is_empty(report) and not silent:
         log.warning(
             "no MoE layer found in a graph of %d nodes (%s). A model whose expert loop breaks the graph hides its "
             "layers: see `moefuse explain`.",
             report.nodes_before,
             report.note or "nothing looks like one",
         )
+
+
+JOURNAL = Journal()
+
+
+def reports() -> list[Report]:
+    """What moefuse did in this process: a report per compiled frame, oldest first."""
+    return JOURNAL.reports()

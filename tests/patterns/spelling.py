@@ -133,8 +133,8 @@ class Study:
 
     def refused(self, words: str) -> None:
         """No layer is found; a loss says `words` and every node that it names is in the graph."""
-        assert not self.lifted.sites
-        assert words in self.why
+        assert not self.lifted.sites, self.site.spec.describe()
+        assert words in self.why, self.why
         assert nodes_named(self.why) <= {node.name for node in self.graph_module.graph.nodes}
 
 

@@ -18,12 +18,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import cache
 from statistics import median
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._dynamo.backends.registry import lookup_backend
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 
@@ -261,7 +263,9 @@ def run_cells(
     dynamic: as for torch.compile. seeds: inputs per length. count: compare the graphs with an unfused compile's.
     """
     module, kwargs = build(model, implementation, dtype)
-    counts = graphs_per_length(module, kwargs, dynamic, lengths) if count else [None] * len(lengths)
+    counts = (
+        unfused_graphs(model, implementation, dynamic, lengths) if count else [None] * len(lengths)
+    )
     torch._dynamo.reset()
     compiled = torch.compile(
         module, backend="moefuse", fullgraph=True, dynamic=dynamic, options={"inner": inner}
@@ -277,12 +281,14 @@ def run_cells(
     return cells
 
 
-def graphs_per_length(
-    module: torch.nn.Module, kwargs: dict[str, Any], dynamic: bool | None, lengths: tuple[int, ...]
+@cache
+def unfused_graphs(
+    model: str, implementation: str, dynamic: bool | None, lengths: tuple[int, ...]
 ) -> list[int]:
-    """How many graphs an unfused compile makes at each of the lengths in turn."""
+    """How many graphs an unfused compile makes at each of the lengths in turn; the dtype makes no difference."""
+    module, kwargs = build(model, implementation, torch.float32)
     torch._dynamo.reset()
-    compiled = torch.compile(module, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    compiled = torch.compile(module, backend=_traced, fullgraph=True, dynamic=dynamic)
     counts = []
     with torch.no_grad():
         for tokens in lengths:
@@ -290,6 +296,12 @@ def graphs_per_length(
             compiled(**kwargs | {"input_ids": token_ids(tokens, 0)})
             counts.append(_graphs() - before)
     return counts
+
+
+def _traced(gm: GraphModule, inputs: list[Any]) -> Any:
+    """aot_eager, for the guards of its trace; its graph isn't run: that of nemotron_h in bfloat16 can't."""
+    lookup_backend("aot_eager")(gm, inputs)
+    return gm.forward
 
 
 def _graphs() -> int:
@@ -334,7 +346,7 @@ def _measure(
             cell.failures.append(f"logits differ by {cell.relative:.2g}")
         return
     cell.block = [error.ratio for error in block_errors(used, inputs)]
-    if not max(cell.block) <= RATIO:
+    if not all(ratio <= RATIO for ratio in cell.block):  # a NaN is no pass
         cell.failures.append(f"MoE layers at {', '.join(f'{r:.2f}' for r in cell.block)} x eager's error")
     mine: list[float] = []
     theirs: list[float] = []

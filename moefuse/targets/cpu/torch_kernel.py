@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moefuse.ops import activations
-from moefuse.ops.expert import of_expert, scale_rows, split_gate_up, sum_dtype
+from moefuse.ops.expert import activated, of_expert, scale_rows, split_gate_up, sum_dtype
 from moefuse.ops.options import Options
 from moefuse.targets.cpu.gemm import multiply_into
 
@@ -115,11 +114,13 @@ def _activated(hidden: list[Tensor], options: Options) -> Tensor:
     g, u = (hidden[0], hidden[1]) if len(hidden) == 2 else split_gate_up(hidden[0], options.gate_up)
     if u is not None and options.gate_up.startswith("interleaved"):
         g, u = g.contiguous(), u.contiguous()  # every pass over a strided half costs more than this one
+    if options.activation_dtype not in (None, g.dtype):
+        return activated(g, u, options)
     if u is not None and options.activation == "swiglu" and not options.activation_params:
         return F.silu(g).mul_(u)
     if u is not None and options.activation == "swigluoai":
         return _swigluoai_(g, u, *options.activation_params)
-    return activations.apply(options.activation, options.activation_params, options.activation_program, g, u)
+    return activated(g, u, options)
 
 
 def _swigluoai_(g: Tensor, u: Tensor, limit: float, alpha: float, beta: float) -> Tensor:
