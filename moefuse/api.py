@@ -72,10 +72,8 @@ def fuse(
     gm = graph.module() if isinstance(graph, torch.export.ExportedProgram) else graph
     assert isinstance(gm, GraphModule)
     captured = capture(gm, example_inputs if example_inputs is not None else _recorded_inputs(gm))
-    before = len(gm.graph.nodes)
     result = pipeline.run(captured.graph_module, captured.parameters, parsed)
-    after = len(result.graph_module.graph.nodes)
-    report = GraphReport(0, tuple(result.layers), before, after, result.seconds)
+    report = GraphReport(0, tuple(result.layers), result.nodes_before, result.nodes_after, result.seconds)
     return Fused(result.graph_module, Report((report,)))
 
 

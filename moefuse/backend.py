@@ -77,28 +77,27 @@ def compile_graph(
 ) -> tuple[Callable[..., Any], GraphReport]:
     """(the compiled callable, what happened). See the module text."""
     index = JOURNAL.next_index()
-    before = len(gm.graph.nodes)
+    nodes = len(gm.graph.nodes)
 
     def plain(report: GraphReport) -> tuple[Callable[..., Any], GraphReport]:
         compiled = compile_inner(gm, example_inputs, options.inner, inductor_options=inductor_options)
         return compiled, report
 
     if options.mode == "off":
-        return plain(GraphReport(index, (), before, before, note="mode='off': nothing is fused"))
+        return plain(GraphReport(index, (), nodes, nodes, note="mode='off': nothing is fused"))
     if not worth_a_look(gm):
-        return plain(GraphReport(index, (), before, before, note="no routing operation in this graph"))
+        return plain(GraphReport(index, (), nodes, nodes, note="no routing operation in this graph"))
     try:
         result, seconds = _fuse(gm, example_inputs, options, index)
     except Exception as error:
         if isinstance(error, RejectedError) or is_control_flow(error) or options.mode == "on":
             raise
-        return plain(_failed(index, before, error))
+        return plain(_failed(index, nodes, error))
     note = _unused_excludes(options, result)
-    after = len(result.graph_module.graph.nodes)
     report = GraphReport(
-        index, tuple(result.layers), before, after if result.nodes else before, seconds, note=note
+        index, tuple(result.layers), result.nodes_before, result.nodes_after, seconds, note=note
     )
-    if not result.nodes:
+    if not result.calls:
         return plain(report)
     try:
         compiled = compile_inner(
@@ -108,7 +107,7 @@ def compile_graph(
         if is_control_flow(error) or options.mode == "on":
             raise
         log.warning("the inner compiler failed on the fused graph; compiling it unfused", exc_info=True)
-        return plain(_failed(index, before, error))
+        return plain(_failed(index, nodes, error))
     return compiled, report
 
 
@@ -142,7 +141,6 @@ def _fuse(
     start = time.process_time()
     captured = capture(gm, example_inputs)
     seconds = {"capture": time.process_time() - start}
-    nodes = len(captured.graph_module.graph.nodes)
     training = torch.is_grad_enabled() and any(
         isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs
     )

@@ -27,11 +27,16 @@ class RejectedError(RuntimeError):
 
 @dataclass
 class FuseResult:
-    """graph_module: rewritten in place; layers: a verdict each; nodes: the mega_moe calls; CPU seconds a pass."""
+    """What `run` did.
+
+    graph_module: rewritten in place. layers: a verdict each. calls: the mega_moe nodes. seconds: CPU time per pass.
+    """
 
     graph_module: GraphModule
     layers: list[LayerReport] = field(default_factory=list)
-    nodes: list[Node] = field(default_factory=list)
+    calls: list[Node] = field(default_factory=list)
+    nodes_before: int = 0
+    nodes_after: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -41,21 +46,23 @@ def run(
     """Rewrite `gm` in place. Raises RejectedError in mode "on" when a found layer isn't fused."""
     import moefuse.ops.mega_moe  # noqa: F401  registers the operator
 
-    result = FuseResult(gm)
     graph = gm.graph
+    result = FuseResult(gm, nodes_before=len(graph.nodes))
     with _timed(result.seconds, "canonicalize"):
         canonicalize(graph)
     with _timed(result.seconds, "lift"):
         candidates = find(graph, parameters)
     with _timed(result.seconds, "fuse"):
-        for candidate in candidates:
-            result.layers.append(_treat(graph, candidate, options, training, result.nodes))
+        # From the last to the first: what a later layer reads may be the very node that an earlier one replaces.
+        for candidate in reversed(candidates):
+            result.layers.insert(0, _treat(graph, candidate, options, training, result.calls))
         if options.mode == "on":
             _demand(result.layers)
-        if result.nodes:
+        if result.calls:
             graph.eliminate_dead_code()
-            graph.lint()
+            _verify(graph, candidates, result.layers)
             gm.recompile()
+    result.nodes_after = len(graph.nodes)
     return result
 
 
@@ -100,6 +107,15 @@ def _treat(
         return replace(report, check="emit", reason=conflict.reason)
     calls.append(call)
     return replace(report, fused=True)
+
+
+def _verify(graph: Graph, candidates: list[Candidate], layers: list[LayerReport]) -> None:
+    """The graph is well-formed, and no GEMM of a fused layer is left to run a second time."""
+    graph.lint()
+    left = set(graph.nodes)
+    for candidate, layer in zip(candidates, layers, strict=True):
+        if layer.fused and candidate.site is not None and candidate.site.gemms & left:
+            raise RuntimeError(f"{layer.layer}: its own GEMMs are still in the graph after the rewrite")
 
 
 def _demand(layers: list[LayerReport]) -> None:

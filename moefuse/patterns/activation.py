@@ -110,9 +110,11 @@ def classify(program: str, gated: bool) -> Classified:
         wanted = programs.evaluate(program, g, u).to(g.dtype)
     except (ValueError, RuntimeError, TypeError) as error:
         raise Conflict(f"the activation can't be run on its own: {error}") from None
-    if COMPARISONS & {
-        node.attr for node in ast.walk(ast.parse(program, mode="eval")) if isinstance(node, ast.Attribute)
-    }:
+    tree = ast.walk(ast.parse(program, mode="eval"))
+    called = {
+        node.value.id for node in tree if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    }
+    if COMPARISONS & called:
         return Classified(CUSTOM, (), program)  # it may differ from a known function anywhere
     for swapped in (False, True) if gated else (False,):
         gate, up = (u, g) if swapped else (g, u)
@@ -169,8 +171,8 @@ def _points(program: str) -> tuple[torch.Tensor, torch.Tensor]:
     numbers = [c for c in constants(program) if math.isfinite(c) and c > 0][:MAX_CONSTANTS]
     knees = {v for a in numbers for b in (1.0, *numbers) for v in (a * b, a / b, b / a, a + b, abs(a - b))}
     knees = {v for v in knees if 0 < v < 1e30}
-    axis = torch.tensor([s * v * f for v in sorted(knees) for s in (-1, 1) for f in (1 - 1e-3, 1, 1 + 1e-3)])
-    axis = torch.cat([axis.double(), torch.tensor([0.0, -1.0, 1.0, 12.0, -12.0], dtype=torch.float64)])
+    near = [s * v * f for v in sorted(knees) for s in (-1, 1) for f in (1 - 1e-3, 1, 1 + 1e-3)]
+    axis = torch.tensor([*near, 0.0, -1.0, 1.0, 12.0, -12.0], dtype=torch.float64)
     partner = torch.randn(axis.numel(), generator=generator, dtype=torch.float64)
     scales = torch.tensor([0.5, 2.0, 8.0, *(2 * c for c in numbers)], dtype=torch.float64)
     cloud = torch.randn(2, scales.numel(), 256, generator=generator, dtype=torch.float64) * scales[:, None]

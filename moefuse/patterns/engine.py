@@ -195,7 +195,11 @@ class Lifter:
             return
         for arg in node.all_input_nodes:
             known = self.result.facts.get(arg)
-            if isinstance(known, Fact) and known.expr.hard and isinstance(value(node), torch.Tensor):
+            if (
+                isinstance(known, Fact)
+                and known.expr.hard
+                and isinstance(value(node), torch.Tensor | tuple | list)
+            ):
                 reason = (
                     f"no rule says what {op_name(node) or node.op} of expert outputs (`{arg.name}`) means"
                 )

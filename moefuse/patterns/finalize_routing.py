@@ -203,6 +203,8 @@ def _index_node(node: Node) -> Node:
 @rule("aten::mean", "aten::amax", "aten::max", "aten::amin", "aten::prod", "aten::logsumexp")
 def no_sum(lift: Lifting, node: Node) -> Outcome:
     """Reductions that are no sum: a meaning that the fused node doesn't have."""
-    if lift.fact(argument(node, 0)).expr.hard:
+    fact = lift.fact(argument(node, 0))
+    axes = tuple(axis for group in fact.dims for axis in group if isinstance(axis, Axis))
+    if scored_experts(lift, fact.expr, axes).hard:
         raise Conflict(f"expert rows are reduced by {op_name(node).removeprefix('aten::')}, not by a sum")
     return None

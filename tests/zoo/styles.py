@@ -4,13 +4,19 @@ In: dtype and seed. Out: a small language model with two MoE layers, called as `
 it can stand beside the transformers models. The code is our own; only the way to compute is taken from practice.
 """
 
-from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 VOCAB, HIDDEN, INTER, EXPERTS, TOP_K = 128, 64, 48, 8, 2
+
+
+class Output(NamedTuple):
+    """What a model returns, under the name that transformers uses."""
+
+    logits: Tensor
 
 
 class GatherEinsum(nn.Module):
@@ -44,12 +50,12 @@ class GatherEinsumModel(nn.Module):
         )
         self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
 
-    def forward(self, input_ids: Tensor) -> SimpleNamespace:
+    def forward(self, input_ids: Tensor) -> Output:
         """input_ids int64 [B, S] -> `.logits` [B, S, VOCAB]."""
         x = self.embedding(input_ids)
         for layer in self.layers:
             x = x + layer["moe"](layer["norm"](x))
-        return SimpleNamespace(logits=self.head(x))
+        return Output(logits=self.head(x))
 
 
 def gather_einsum(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:

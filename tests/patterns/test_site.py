@@ -1,0 +1,414 @@
+"""A whole layer: where its routing weights multiply, which tensors it reads, and what it must not be."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.patterns.spelling import E, H, I, K, S, T, Study, ffn, gathered, grouped, offsets, operands, study, swiglu
+
+X, IDS, W, W1, W2 = operands(torch.float32)
+SCALE = torch.rand(E, generator=torch.Generator().manual_seed(2)) + 0.5
+
+
+def first(x: Tensor, ids: Tensor, w1: Tensor) -> Tensor:
+    """x [T, H] or [T, K, H] -> [T, K, N]."""
+    return torch.einsum("th,tkoh->tko" if x.dim() == 2 else "tkh,tkoh->tko", x, w1[ids])
+
+
+def second(a: Tensor, ids: Tensor, w2: Tensor) -> Tensor:
+    return torch.einsum("tki,tkoi->tko", a, w2[ids])
+
+
+Layer = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(x, ids, routing weights, w1, w2) -> the output."""
+
+
+def layer(function: Layer) -> Study:
+    return study(function, X, IDS, W, W1, W2)
+
+
+# --- routing weights -------------------------------------------------------------------------------------
+
+
+def output(factor: Callable[[Tensor], Tensor]) -> Layer:
+    return lambda x, ids, w, w1, w2: (second(swiglu(first(x, ids, w1)), ids, w2) * factor(w)).sum(1)
+
+
+def middle(factor: Callable[[Tensor], Tensor]) -> Layer:
+    return lambda x, ids, w, w1, w2: second(swiglu(first(x, ids, w1)) * factor(w), ids, w2).sum(1)
+
+
+def inputs(factor: Callable[[Tensor], Tensor]) -> Layer:
+    return lambda x, ids, w, w1, w2: second(swiglu(first(x.unsqueeze(1) * factor(w), ids, w1)), ids, w2).sum(1)
+
+
+def wide(w: Tensor) -> Tensor:
+    return w.unsqueeze(-1)
+
+
+POSITIONS: dict[str, tuple[Layer, str]] = {
+    "output": (output(wide), "output"),
+    "output, factor first": (
+        lambda x, ids, w, w1, w2: (wide(w) * second(swiglu(first(x, ids, w1)), ids, w2)).sum(1),
+        "output",
+    ),
+    "output, contracted": (
+        lambda x, ids, w, w1, w2: torch.einsum("tkh,tk->th", second(swiglu(first(x, ids, w1)), ids, w2), w),
+        "output",
+    ),
+    "output, through float64": (output(lambda w: wide(w.double()).float()), "output"),
+    "output, divided": (
+        lambda x, ids, w, w1, w2: (second(swiglu(first(x, ids, w1)), ids, w2) / wide(w + 1)).sum(1),
+        "output",
+    ),
+    "output and a constant": (output(lambda w: wide(w) * 2.5), "output"),
+    "two factors": (
+        lambda x, ids, w, w1, w2: (second(swiglu(first(x, ids, w1)), ids, w2) * wide(w) * wide(w + 1)).sum(1),
+        "output",
+    ),
+    "two constants besides": (
+        lambda x, ids, w, w1, w2: (second(swiglu(first(x, ids, w1)), ids, w2) * 0.5 * wide(w) * 3.0).sum(1),
+        "output",
+    ),
+    "middle": (middle(wide), "mid"),
+    "input": (inputs(wide), "input"),
+}
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_weight_position(name: str) -> None:
+    function, position = POSITIONS[name]
+    result = layer(function)
+    assert result.site.spec.weight_position == position
+    assert result.site.spec.has_router_weight
+    result.fused()
+
+
+def test_no_weight_and_a_constant() -> None:
+    bare = layer(lambda x, ids, w, w1, w2: second(swiglu(first(x, ids, w1)), ids, w2).sum(1))
+    assert not bare.site.spec.has_router_weight
+    bare.fused()
+    scaled = layer(lambda x, ids, w, w1, w2: (second(swiglu(first(x, ids, w1)), ids, w2) * 2.0).sum(1))
+    assert not scaled.site.spec.has_router_weight
+    scaled.fused()
+
+
+@pytest.mark.parametrize("place", ["output", "mid"])
+def test_a_scale_per_expert_joins_the_routing_weight(place: str) -> None:
+    def forward(x: Tensor, ids: Tensor, w: Tensor, w1: Tensor, w2: Tensor, scale: Tensor) -> Tensor:
+        act = swiglu(first(x, ids, w1))
+        if place == "mid":
+            return second(act * wide(w) * wide(scale[ids]), ids, w2).sum(1)
+        return (second(act, ids, w2) * wide(w) * wide(scale[ids])).sum(1)
+
+    result = study(forward, X, IDS, W, W1, W2, SCALE)
+    assert result.site.spec.weight_position == place
+    assert len(result.site.weights) == 2
+    result.fused()
+
+
+def test_weights_in_expert_order() -> None:
+    def forward(x: Tensor, ids: Tensor, w: Tensor, w1: Tensor, w2: Tensor, scale: Tensor) -> Tensor:
+        chosen, perm = ids.reshape(-1).sort()
+        rows = ffn(x[perm // K], offsets(ids.reshape(-1)), w1, w2)
+        rows = rows * w.reshape(-1)[perm].unsqueeze(-1) * scale[chosen].unsqueeze(-1)
+        return torch.zeros_like(x).index_add(0, perm // K, rows)
+
+    x, ids, w, w1, w2 = operands()
+    result = study(forward, x, ids, w, w1, w2, SCALE.bfloat16())
+    assert len(result.site.weights) == 2
+    result.fused()
+
+
+def test_constants_stay_where_they_are() -> None:
+    """A constant on the input or inside does not commute with the activation."""
+    for function in (
+        lambda x, ids, w, w1, w2: gathered(x * 2, ids, w, w1, w2),
+        lambda x, ids, w, w1, w2: (second(swiglu(first(x, ids, w1)) * 2, ids, w2) * wide(w)).sum(1),
+        lambda x, ids, w, w1, w2: (second(swiglu(first(x, ids, w1) * 2), ids, w2) * wide(w)).sum(1),
+    ):
+        result = layer(function)
+        assert result.site.spec.weight_position == "output"
+        result.fused()
+
+
+WRONG_WEIGHTS: dict[str, tuple[Layer, str]] = {
+    "at two places": (
+        lambda x, ids, w, w1, w2: (second(swiglu(first(x, ids, w1)) * wide(w), ids, w2) * wide(w)).sum(1),
+        "routing weights at several places of the layer: output, mid",
+    ),
+    "a value per feature": (
+        lambda x, ids, w, w1, w2: (second(swiglu(first(x, ids, w1)), ids, w2) * x.unsqueeze(1)).sum(1),
+        "`x` weighs expert outputs by more than the slot",
+    ),
+    "a product of two outputs": (
+        lambda x, ids, w, w1, w2: (second(swiglu(first(x, ids, w1)), ids, w2) ** 2).sum(1),
+        "aten.pow.Tensor_Scalar (`pow_1`) stands between the second expert GEMM and the combine",
+    ),
+    "a square": (
+        lambda x, ids, w, w1, w2: (
+            second(swiglu(first(x, ids, w1)), ids, w2) * second(swiglu(first(x, ids, w1)), ids, w2)
+        ).sum(1),
+        "a product of 2 expert outputs where one is expected",
+    ),
+    "of the neighbour token": (
+        output(lambda w: wide(w.roll(1, 0))),
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [name for name, (_, words) in WRONG_WEIGHTS.items() if words])
+def test_weights_refused(name: str) -> None:
+    function, words = WRONG_WEIGHTS[name]
+    layer(function).refused(words)
+
+
+def test_a_router_may_make_its_weights_from_anything() -> None:
+    """Rolled, softmaxed, whatever: the weight is the tensor that is multiplied in."""
+    layer(WRONG_WEIGHTS["of the neighbour token"][0]).fused()
+    layer(output(lambda w: wide(w.flip(1)))).fused()
+
+
+def test_weights_of_another_slot_order_are_no_weights_of_the_slots() -> None:
+    """[K, T] weights viewed as [T, K]: the view cuts both axes and becomes a tensor of its own."""
+    result = layer(output(lambda w: wide(w.t().reshape(T, K))))
+    result.fused()
+    (weight,) = result.site.weights
+    assert weight.node.name != "weights"  # type: ignore[attr-defined]
+
+
+# --- layouts ---------------------------------------------------------------------------------------------
+
+
+def halves(gate: Callable[[Tensor], Tensor], up: Callable[[Tensor], Tensor]) -> Layer:
+    silu = torch.nn.functional.silu
+    return lambda x, ids, w, w1, w2: gathered(x, ids, w, w1, w2, act=lambda h: silu(gate(h)) * up(h))
+
+
+GATE_UP: dict[str, tuple[Layer, str]] = {
+    "concat": (halves(lambda h: h[..., :I], lambda h: h[..., I:]), "concat"),
+    "concat_swapped": (halves(lambda h: h[..., I:], lambda h: h[..., :I]), "concat_swapped"),
+    "interleaved": (halves(lambda h: h[..., ::2], lambda h: h[..., 1::2]), "interleaved"),
+    "interleaved_swapped": (halves(lambda h: h[..., 1::2], lambda h: h[..., ::2]), "interleaved_swapped"),
+    "pairs": (
+        halves(lambda h: h.view(T, K, I, 2)[..., 0], lambda h: h.view(T, K, I, 2)[..., 1]),
+        "interleaved",
+    ),
+    "blocks": (
+        halves(lambda h: h.view(T, K, 2, I)[..., 0, :], lambda h: h.view(T, K, 2, I).select(-2, 1)),
+        "concat",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", GATE_UP)
+def test_where_gate_and_up_lie(name: str) -> None:
+    function, gate_up = GATE_UP[name]
+    result = layer(function)
+    assert result.site.spec.gate_up == gate_up
+    assert result.site.spec.intermediate == I
+    assert len(result.site.weight1) == 1
+    result.fused()
+
+
+def separate(x: Tensor, ids: Tensor, w: Tensor, wg: Tensor, wu: Tensor, w2: Tensor) -> Tensor:
+    act = torch.nn.functional.silu(first(x, ids, wg)) * first(x, ids, wu)
+    return (second(act, ids, w2) * wide(w)).sum(1)
+
+
+def test_gate_and_up_of_their_own() -> None:
+    result = study(separate, X, IDS, W, W1[:, :I].clone(), W1[:, I:].clone(), W2)
+    assert result.site.spec.gate_up == "separate"
+    assert [leaf.node.name for leaf in result.site.weight1] == ["wg", "wu"]
+    result.fused()
+
+
+def test_weights_of_either_orientation() -> None:
+    def turned(x: Tensor, ids: Tensor, w: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        act = swiglu(torch.einsum("th,tkho->tko", x, w1[ids]))
+        return (torch.einsum("tki,tkio->tko", act, w2[ids]) * wide(w)).sum(1)
+
+    spec = layer(gathered).site.spec
+    assert (spec.transpose_weight1, spec.transpose_weight2) == (True, True)
+    result = study(turned, X, IDS, W, W1.transpose(1, 2).contiguous(), W2.transpose(1, 2).contiguous())
+    assert (result.site.spec.transpose_weight1, result.site.spec.transpose_weight2) == (False, False)
+    result.fused()
+
+
+def test_square_weights_keep_their_orientation() -> None:
+    """E = H = I: sizes say nothing."""
+    size = E
+    x, w1, w2 = torch.randn(T, size), torch.randn(E, 2 * size, size), torch.randn(E, size, size)
+
+    def one_turned(x: Tensor, ids: Tensor, w: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        act = swiglu(first(x, ids, w1))
+        return (torch.einsum("tki,tkio->tko", act, w2[ids]) * wide(w)).sum(1)
+
+    assert study(gathered, x, IDS, W, w1, w2).site.spec.transpose_weight2
+    result = study(one_turned, x, IDS, W, w1, w2)
+    assert not result.site.spec.transpose_weight2
+    result.fused()
+
+
+def test_the_output_may_be_wider_than_the_input() -> None:
+    result = study(gathered, X, IDS, W, W1, torch.randn(E, 2 * H, I))
+    assert (result.site.spec.hidden, result.site.spec.out_features) == (H, 2 * H)
+    result.fused()
+
+
+BIASES: dict[str, tuple[bool, bool]] = {"both": (True, True), "first": (True, False), "second": (False, True)}
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_biases(name: str) -> None:
+    one, two = BIASES[name]
+
+    def forward(x: Tensor, ids: Tensor, w: Tensor, w1: Tensor, w2: Tensor, b1: Tensor, b2: Tensor) -> Tensor:
+        h1 = first(x, ids, w1)
+        h2 = second(swiglu(h1 + b1[ids] if one else h1), ids, w2)
+        return (wide(w) * (b2[ids] + h2 if two else h2)).sum(1)
+
+    result = study(forward, X, IDS, W, W1, W2, torch.randn(E, 2 * I), torch.randn(E, H))
+    assert (result.site.spec.has_bias1, result.site.spec.has_bias2) == (one, two)
+    result.fused()
+
+
+# --- dtypes and sizes ------------------------------------------------------------------------------------
+
+
+def test_what_the_spec_says() -> None:
+    spec = layer(gathered).site.spec
+    assert (spec.num_experts, spec.top_k, spec.hidden, spec.intermediate, spec.out_features) == (E, K, H, I, H)
+    assert (spec.x_dtype, spec.expert_dtype, spec.router_dtype, spec.output_dtype) == (torch.float32,) * 4
+    assert not spec.ids_checked, "ids are an input: nobody knows their range"
+
+
+def test_ids_of_a_top_k_over_all_experts_are_checked() -> None:
+    def routed(x: Tensor, logits: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        w, ids = logits.topk(K)
+        return gathered(x, ids, w, w1, w2)
+
+    logits = torch.randn(T, E)
+    assert study(routed, X, logits, W1, W2).site.spec.ids_checked
+    few = study(routed, X, logits, torch.cat([W1, W1]), torch.cat([W2, W2]))
+    assert not few.site.spec.ids_checked, "a top-k over fewer than the experts"
+
+
+def test_dtypes_are_read_from_the_graph() -> None:
+    def mixed(x: Tensor, ids: Tensor, w: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        rows = second(swiglu(first(x.bfloat16(), ids, w1)), ids, w2)
+        return (rows * wide(w)).sum(1)
+
+    x, ids, w, w1, w2 = operands()
+    spec = study(mixed, x.float(), ids, w.float(), w1, w2).site.spec
+    assert (spec.x_dtype, spec.expert_dtype, spec.router_dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+    assert spec.output_dtype == torch.float32
+
+
+def test_symbolic_tokens_fuse_for_any_number() -> None:
+    def forward(x: Tensor, ids: Tensor, w: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        flat = ids.reshape(-1)
+        perm = flat.argsort()
+        rows = ffn(x[perm // K], offsets(flat), w1, w2)[perm.argsort()]
+        return (rows.view(-1, K, H) * w.unsqueeze(-1)).sum(1)
+
+    result = study(forward, *operands(), dynamic={0: [0], 1: [0], 2: [0]})
+    assert result.site.spec.top_k == K
+    fused = result.fused().graph_module
+    for tokens in (1, 2, 9):
+        values = operands(tokens=tokens)
+        (expected,), (got,) = result.graph_module(*values), fused(*values)
+        # Sums of K bfloat16 products in another order.
+        torch.testing.assert_close(got, expected, rtol=0.05, atol=0.02)
+
+
+def test_more_than_one_token_dimension() -> None:
+    def forward(x: Tensor, ids: Tensor, w: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        act = swiglu(torch.einsum("bth,btkoh->btko", x, w1[ids]))
+        return (torch.einsum("btki,btkoi->btko", act, w2[ids]) * wide(w)).sum(2)
+
+    result = study(forward, X.view(2, 3, H), IDS.view(2, 3, K), W.view(2, 3, K), W1, W2)
+    assert len(result.site.tokens) == 2
+    result.fused()
+
+
+# --- what it must not be ---------------------------------------------------------------------------------
+
+NO_LAYER: dict[str, tuple[Layer, str]] = {
+    "second weight by other ids": (
+        lambda x, ids, w, w1, w2: (second(swiglu(first(x, ids, w1)), ids.flip(0), w2) * wide(w)).sum(1),
+        "is selected by other ids than the rest of the layer",
+    ),
+    "weights cast after they were selected": (
+        lambda x, ids, w, w1, w2: (
+            second(swiglu(torch.einsum("th,tkoh->tko", x.double(), w1[ids].double())).float(), ids, w2) * wide(w)
+        ).sum(1),
+        "expert weights `w1` are cast after they were selected",
+    ),
+    "no first GEMM": (
+        lambda x, ids, w, w1, w2: (torch.einsum("ti,tkoi->tko", x[:, :H].repeat(1, 2)[:, :I], w2[ids]) * wide(w)).sum(1),
+        "no first expert GEMM feeds the second one",
+    ),
+    "rows of the neighbour token for gate": (
+        lambda x, ids, w, w1, w2: (
+            second(torch.nn.functional.silu(first(x.roll(1, 0), ids, w1[:, :I])) * first(x, ids, w1[:, I:]), ids, w2)
+            * wide(w)
+        ).sum(1),
+        "gate and up GEMM read different rows",
+    ),
+    "two layers in one sum": (
+        lambda x, ids, w, w1, w2: (second(swiglu(first(x, ids, w1)), ids, w2) + second(swiglu(first(x, ids, w1)), ids, w2)).sum(1),
+        "aten.add.Tensor (`add`) stands between the second expert GEMM and the combine",
+    ),
+    "a residual inside the sum": (
+        lambda x, ids, w, w1, w2: ((second(swiglu(first(x, ids, w1)), ids, w2) + x.unsqueeze(1)) * wide(w)).sum(1),
+        "aten.add.Tensor (`add`) stands between the second expert GEMM and the combine",
+    ),
+    "rows per slot that are no token's": (
+        lambda x, ids, w, w1, w2: (second(swiglu(first(x.unsqueeze(1) + wide(w), ids, w1)), ids, w2)).sum(1),
+        "`x` is not indexed by the token of each slot",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NO_LAYER)
+def test_no_layer(name: str) -> None:
+    function, words = NO_LAYER[name]
+    layer(function).refused(words)
+
+
+def test_as_many_tokens_as_slots_per_token() -> None:
+    """T = K: rows by `perm % K` have the right shape and are the wrong rows."""
+    x, ids, w, w1, w2 = operands(tokens=K)
+
+    def wrong(x: Tensor, ids: Tensor, w: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        perm = ids.reshape(-1).argsort()
+        rows = ffn(x[perm % K], offsets(ids.reshape(-1)), w1, w2)[perm.argsort()]
+        return (rows.view(K, K, H) * w.unsqueeze(-1)).sum(1)
+
+    study(wrong, x, ids, w, w1, w2).refused("`x` is not indexed by the token of each slot")
+
+
+def test_sum_over_tokens_where_tokens_and_slots_are_as_many() -> None:
+    x, ids, w, w1, w2 = operands(torch.float32, tokens=K)
+    wrong = study(lambda x, ids, w, w1, w2: (second(swiglu(first(x, ids, w1)), ids, w2) * wide(w)).sum(0), x, ids, w, w1, w2)
+    wrong.refused("is not indexed by the token of each slot")
+
+
+def test_two_layers_are_two_sites() -> None:
+    result = study(lambda x, ids, w, w1, w2: gathered(gathered(x, ids, w, w1, w2), ids, w, w1, w2), X, IDS, W, W1, W2)
+    assert len(result.lifted.sites) == 2
+    one, two = result.lifted.sites
+    assert one.node < two.node
+    assert one.gemms.isdisjoint(two.gemms)
+    result.fused(2)
+
+
+def test_a_faithful_reading_of_a_strange_layer() -> None:
+    """Nothing says that gate comes first or that weights are routing weights: the node computes the graph."""
+    result = study(grouped, *operands())
+    assert result.site.spec.describe() == "4 experts, top-2, 16 -> 24 (swiglu) -> 16, bfloat16"
+    assert S == 12
