@@ -34,6 +34,9 @@ COMPONENTS = (structure, router, init_routing, grouped_matmul, finalize_routing)
 """The files whose import fills the rule book."""
 
 
+CAUSE_DEPTH = 4
+"""How many operators up a loss may lie to be named as the cause of another one."""
+
 SHAPE_ONLY = {"aten::empty_like", "aten::new_empty", "aten::sym_size", "aten::sym_numel", "aten::sym_stride"}
 """Operators that read no element of their operand: nothing is lost in them."""
 
@@ -176,13 +179,19 @@ class Lifter:
         structural = rule is not None and rule.__module__ == structure.__name__
         if structural and not any(self._meant_something(arg) for arg in node.all_input_nodes):
             return  # a view of an opaque tensor that doesn't regroup: simply another opaque tensor
-        if conflict.at is not None:
-            cause = self.result.losses.get(conflict.at)
-        else:
-            cause = next(
-                (self.result.losses[a] for a in node.all_input_nodes if a in self.result.losses), None
-            )
+        start = [conflict.at] if conflict.at is not None else node.all_input_nodes
+        cause = self._nearest_loss(start)
         self.result.losses[node] = Lost(conflict.reason, node, cause)
+
+    def _nearest_loss(self, start: list[Node]) -> Lost | None:
+        """The loss that is fewest operators up from here: a plain tensor in between has none of its own."""
+        level = start
+        for _ in range(CAUSE_DEPTH):
+            for node in level:
+                if node in self.result.losses:
+                    return self.result.losses[node]
+            level = [arg for node in level for arg in node.all_input_nodes]
+        return None
 
     def _meant_something(self, node: Node) -> bool:
         known = self.result.facts.get(node)

@@ -1,0 +1,112 @@
+"""Canonicalisation removes views that change nothing and shares equal ones; everything else stays."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from moefuse.passes.canonicalize import canonicalize
+from moefuse.patterns.rules import op_name
+from moefuse.testing.capture import capture_graph
+
+X = torch.randn(6, 16)
+
+
+def ops(gm: GraphModule) -> list[str]:
+    return [op_name(node).removeprefix("aten::") for node in gm.graph.nodes if node.op == "call_function"]
+
+
+def canonical(function: Callable[..., Any], *inputs: Tensor, **options: Any) -> list[str]:
+    """The operators that are left; the result is checked against the function."""
+    captured = capture_graph(function, inputs, **options)
+    before = len(captured.graph_module.graph.nodes)
+    gone = canonicalize(captured.graph_module.graph)
+    captured.graph_module.graph.lint()
+    captured.graph_module.recompile()
+    assert before - len(captured.graph_module.graph.nodes) == gone
+    (got,) = captured.graph_module(*inputs)
+    torch.testing.assert_close(got, function(*inputs), rtol=0, atol=0)
+    return ops(captured.graph_module)
+
+
+NO_OPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "view": lambda x: x.view(6, 16) + 1,
+    "reshape": lambda x: x.reshape(6, 16) + 1,
+    "slice": lambda x: x[0:6] + 1,
+    "slice of every dimension": lambda x: x[:, :] + 1,
+    "expand": lambda x: x.expand(6, 16) + 1,
+    "squeeze of nothing": lambda x: x.squeeze(1) + 1,
+    "several": lambda x: x[:].view(6, 16)[0:6].expand(6, -1) + 1,
+}
+
+
+@pytest.mark.parametrize("name", NO_OPS)
+def test_views_that_change_nothing_go(name: str) -> None:
+    assert canonical(NO_OPS[name], X) == ["add"]
+
+
+EFFECTIVE: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
+    "view to another shape": (lambda x: x.view(3, 32) + 1, ["view", "add"]),
+    "slice of a part": (lambda x: x[1:] + 1, ["slice", "add"]),
+    "slice with a step": (lambda x: x[::2] + 1, ["slice", "add"]),
+    "transpose": (lambda x: x.t() + 1, ["t", "add"]),
+    "clone": (lambda x: x.clone().add(1), ["clone", "add"]),
+    "contiguous copy": (lambda x: x.t().contiguous() + 1, ["t", "clone", "add"]),
+    "cast": (lambda x: x.to(torch.float64) + 1, ["_to_copy", "add"]),
+    "times one": (lambda x: x * 1.0, ["mul"]),
+    "detach": (lambda x: x.detach() + 1, ["detach", "add"]),
+    "two copies": (lambda x: x.clone() + x.clone(), ["clone", "clone", "add"]),
+    "the same sum twice": (lambda x: (x + 1) * (x + 1), ["add", "add", "mul"]),
+}
+
+
+@pytest.mark.parametrize("name", EFFECTIVE)
+def test_everything_else_stays(name: str) -> None:
+    function, expected = EFFECTIVE[name]
+    assert canonical(function, X) == expected
+
+
+def test_square_transposes_are_no_no_ops() -> None:
+    """Same shape, other strides."""
+    assert canonical(lambda x: x.transpose(0, 1) + 1, torch.randn(4, 4)) == ["transpose", "add"]
+
+
+def test_equal_views_are_shared() -> None:
+    assert canonical(lambda x: x.view(3, 32) + x.view(3, 32), X) == ["view", "add"]
+    assert canonical(lambda x: x.select(0, 1) + x.select(0, 1), X) == ["select", "add"]
+    assert canonical(lambda x: x.t()[0] + x.t()[0], X) == ["t", "select", "add"]
+
+
+def test_views_that_differ_are_not_shared() -> None:
+    assert canonical(lambda x: x.select(0, 1) + x.select(0, 2), X) == ["select", "select", "add"]
+    assert canonical(lambda x: x[1:3] + x[2:4], X) == ["slice", "slice", "add"]
+    assert canonical(lambda x: x.view(96)[1] + x.view(96).clone()[1], X) == ["view", "select", "clone", "select", "add"]
+
+
+def test_dead_nodes_go() -> None:
+    captured = capture_graph(lambda x: x + 1, (X,))
+    graph = captured.graph_module.graph
+    (x,) = graph.find_nodes(op="placeholder")
+    with graph.inserting_after(x):
+        graph.call_function(torch.ops.aten.exp.default, (x,))
+    assert canonicalize(graph) == 1
+    assert ops(captured.graph_module) == ["add"]
+
+
+def test_symbolic_sizes_are_compared_without_guards() -> None:
+    captured = capture_graph(lambda x: x.view(x.shape[0], 16)[: x.shape[0]] + 1, (X,), dynamic={0: [0]})
+    (x,) = captured.graph_module.graph.find_nodes(op="placeholder")
+    shape_env = x.meta["val"].shape[0].node.shape_env
+    guards = len(shape_env.guards)
+    canonicalize(captured.graph_module.graph)
+    assert ops(captured.graph_module) == ["add"]
+    assert len(shape_env.guards) == guards
+
+
+def test_a_second_run_changes_nothing() -> None:
+    captured = capture_graph(lambda x: x.view(6, 16).view(3, 32) + x.view(3, 32), (X,))
+    assert canonicalize(captured.graph_module.graph) > 0
+    assert canonicalize(captured.graph_module.graph) == 0
