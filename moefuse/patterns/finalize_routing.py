@@ -17,6 +17,7 @@ from moefuse.patterns.facts import (
     Expr,
     Fact,
     Group,
+    Leaf,
     Perm,
     Pos,
     Sum,
@@ -26,7 +27,7 @@ from moefuse.patterns.facts import (
     group_size,
 )
 from moefuse.patterns.init_routing import describe_index
-from moefuse.patterns.router import count_of, distinct, vanishes, walk
+from moefuse.patterns.router import count_of, distinct, topk_of, vanishes, walk
 from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
 
 
@@ -120,6 +121,7 @@ def accumulate(lift: Lifting, node: Node) -> Outcome:
     name = op_name(node)
     rows = lift.fact(argument(node, 3))
     if not rows.expr.hard:
+        _demand_no_expert_choice(lift, argument(node, 2))
         return None
     if name == "aten::scatter_reduce":
         raise Conflict(f"expert rows are combined by scatter_reduce({argument(node, 4, 'reduce')!r})")
@@ -147,7 +149,10 @@ def index_put(lift: Lifting, node: Node) -> Outcome:
         return None
     index = lift.fact(indices[0])
     if argument(node, 3, "accumulate", False):
-        return _combine(lift, node, rows, index, 0) if rows.expr.hard else None
+        if rows.expr.hard:
+            return _combine(lift, node, rows, index, 0)
+        _demand_no_expert_choice(lift, indices[0])
+        return None
     order = index.dims[0] if len(index.dims) == 1 else ()
     if not isinstance(index.expr, Pos) or len(order) != 1 or not isinstance(order[0], Perm):
         if rows.expr.hard:
@@ -165,6 +170,13 @@ def index_put(lift: Lifting, node: Node) -> Outcome:
     unifier.unify(order, rows.dims[0])
     group = unifier.resolve(index.expr.group)
     return Fact(unifier.expr(rows.expr), (group, *(unifier.resolve(g) for g in rows.dims[1:])))
+
+
+def _demand_no_expert_choice(lift: Lifting, index_node: Node) -> None:
+    """Rows that mean nothing here are accumulated: say so if it is a known other kind of routing."""
+    index = lift.fact(index_node).expr
+    if isinstance(index, Leaf) and topk_of(index.node)[0] is not None:
+        raise Conflict(f"rows are accumulated by {describe_index(index_node, index)}", index_node)
 
 
 def _combine(lift: Lifting, node: Node, rows: Fact, index: Fact, dim: int) -> Fact:

@@ -159,7 +159,7 @@ def _take(source: Fact, dim: int, by: Fact) -> Fact:
 def describe_index(node: Node, expr: Expr) -> str:
     """Words for an index that is no slot order: what it is instead."""
     leaf = expr.node if isinstance(expr, Leaf) else node
-    topk, dim = topk_of(leaf)
-    if topk is not None and dim != value(leaf).dim() - 1:
+    topk, _ = topk_of(leaf)
+    if topk is not None:  # its indices pick rows, so it chose among tokens
         return f"`{leaf.name}`, a top-k over tokens (expert-choice routing)"
     return f"`{node.name}`, which is not the inverse of the sort"

@@ -67,12 +67,12 @@ def test_a_whole_layer_becomes_one_node() -> None:
     (
         FileCheck()
         .check("%w2 : bfloat16[4, 16, 24] = placeholder")
-        .check_next("%mega_moe : (bfloat16[6, 16], int32[4]) = moefuse.mega_moe.default(None, %x, %ids, %weights, [%w1], [%w2], [], []")
+        .check_next("%mega_moe_default : (bfloat16[6, 16], int32[4]) = moefuse.mega_moe.default(None, %x, %ids, %weights, [%w1], [%w2], [], []")
         .check_same("num_experts=4")
         .check_same("transpose_weight1=True, transpose_weight2=True, gate_up='concat', activation='swiglu'")
         .check_same("weight_position='output'")
         .check_same("target='cpu'")
-        .check_next("%getitem : bfloat16[6, 16] = _operator.getitem(%mega_moe, 0)")
+        .check_next("%getitem : bfloat16[6, 16] = _operator.getitem(%mega_moe_default, 0)")
         .check_next("return [%getitem]")
         .run(to_text(gm))
     )
@@ -240,7 +240,7 @@ def test_the_new_node_takes_over_where_it_comes_from() -> None:
         captured = capture(gm, example_inputs)
         (old,) = [node for node in captured.graph_module.graph.nodes if op_name(node) == "aten::sum"]
         result = pipeline.run(captured.graph_module, captured.parameters, Options())
-        seen.append((old, *result.nodes))
+        seen.append((old, *result.calls))
         return gm.forward
 
     model = torch.nn.ModuleDict({"experts": Layer()}).requires_grad_(False)
