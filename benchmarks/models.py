@@ -73,7 +73,9 @@ def run(arguments: argparse.Namespace) -> list[Cell]:
         except Exception as error:  # the matrix goes on, and shows this cell
             traceback.print_exc()
             broken = Cell(model, implementation, str(dtype)[6:], bool(dynamic), 0, arguments.inner)
-            broken.failures.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            broken.failures.append(
+                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            )
             new = [broken]
         for cell in new:
             print(line(cell), flush=True)
@@ -95,10 +97,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--implementations", type=words, default=list(harness.IMPLEMENTATIONS))
     parser.add_argument("--dtypes", type=words, default=["float32", "bfloat16"])
     parser.add_argument("--shapes", type=words, default=["static", "dynamic"])
-    parser.add_argument("--lengths", type=numbers, default=(16, 24, 40, 1), help="tokens per row, in this order")
+    parser.add_argument(
+        "--lengths", type=numbers, default=(16, 24, 40, 1), help="tokens per row, in this order"
+    )
     parser.add_argument("--seeds", type=int, default=4, help="inputs per length")
     parser.add_argument("--inner", choices=["eager", "inductor"], default="eager")
-    parser.add_argument("--no-count", dest="count", action="store_false", help="don't compile unfused as well")
+    parser.add_argument(
+        "--no-count", dest="count", action="store_false", help="don't compile unfused as well"
+    )
     parser.add_argument("--json", help="write the cells to this file")
     return parser.parse_args()
 
@@ -110,11 +116,16 @@ def main() -> int:
     start = time.perf_counter()
     cells = run(arguments)
     failed = [cell for cell in cells if cell.failures]
-    print(f"\n{len(cells)} cells, {len(failed)} failed, {time.perf_counter() - start:.0f} s, inner {arguments.inner}")
+    print(
+        f"\n{len(cells)} cells, {len(failed)} failed, {time.perf_counter() - start:.0f} s, inner {arguments.inner}"
+    )
     for title, values in (
         ("largest float32 difference", [cell.relative for cell in cells if cell.relative is not None]),
         ("largest bfloat16 block error, x eager's", [ratio for cell in cells for ratio in cell.block]),
-        ("largest bfloat16 logits error, x eager's", [cell.logits for cell in cells if cell.logits is not None]),
+        (
+            "largest bfloat16 logits error, x eager's",
+            [cell.logits for cell in cells if cell.logits is not None],
+        ),
     ):
         if values:
             print(f"{title}: {max(values):.3g}")

@@ -3,6 +3,7 @@
 In: a model and its inputs, or a graph. Out: a `Report`, or a rewritten graph with its report.
 """
 
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +47,9 @@ def explain(
     def run() -> Any:
         return model(*args, **kwargs)
 
-    torch.compile(run, backend=backend)()
+    # A code object of its own: Dynamo counts recompilations per code object, and every model here is another one.
+    fresh = types.FunctionType(run.__code__.replace(), run.__globals__, closure=run.__closure__)
+    torch.compile(fresh, backend=backend)()
     report = Report(tuple(graphs))
     if options.dump:
         from moefuse.graph.dump import write_report
@@ -70,9 +73,10 @@ def fuse(
     """
     parsed = Options.parse(options)
     gm = graph.module() if isinstance(graph, torch.export.ExportedProgram) else graph
-    assert isinstance(gm, GraphModule)
+    if not isinstance(gm, GraphModule):
+        raise TypeError(f"graph: expected an ExportedProgram or a GraphModule, got {type(gm).__name__}")
     captured = capture(gm, example_inputs if example_inputs is not None else _recorded_inputs(gm))
-    result = pipeline.run(captured.graph_module, captured.parameters, parsed)
+    result = pipeline.run(captured.graph_module, captured.parameters, parsed, training=captured.training)
     report = GraphReport(0, tuple(result.layers), result.nodes_before, result.nodes_after, result.seconds)
     return Fused(result.graph_module, Report((report,)))
 

@@ -141,14 +141,11 @@ def _fuse(
     start = time.process_time()
     captured = capture(gm, example_inputs)
     seconds = {"capture": time.process_time() - start}
-    training = torch.is_grad_enabled() and any(
-        isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs
-    )
     if options.dump:
         from moefuse.graph.dump import write_dump
 
         write_dump(options.dump, index, "before", captured.graph_module)
-    result = pipeline.run(captured.graph_module, captured.parameters, options, training=training)
+    result = pipeline.run(captured.graph_module, captured.parameters, options, training=captured.training)
     if options.dump:
         write_dump(options.dump, index, "after", captured.graph_module)
     return result, {**seconds, **result.seconds}

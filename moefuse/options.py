@@ -81,7 +81,8 @@ def _inner(name: str, value: Any) -> str:
 
 
 def _exclude(name: str, value: Any) -> tuple[str, ...]:
-    if isinstance(value, str) or not all(isinstance(pattern, str) for pattern in value):
+    patterns = isinstance(value, list | tuple) and all(isinstance(pattern, str) for pattern in value)
+    if not patterns:
         raise OptionError(f"options[{name!r}]: expected a list of module path patterns, got {value!r}")
     return tuple(value)
 

@@ -36,10 +36,12 @@ class Captured:
     graph_module: one placeholder per placeholder of the original graph, same order and names;
         every node has `meta["val"]`; the output is a tuple with the original's leaves.
     parameters: names of the placeholders and `get_attr` nodes that hold a `torch.nn.Parameter`.
+    training: gradients are wanted: grad mode is on and some input requires them.
     """
 
     graph_module: fx.GraphModule
     parameters: frozenset[str]
+    training: bool = False
 
 
 def is_control_flow(exc: BaseException) -> bool:
@@ -261,7 +263,7 @@ class _Capture:
             _read_before_write(graph)
         graph.lint()
         traced.recompile()
-        return Captured(traced, frozenset(parameters))
+        return Captured(traced, frozenset(parameters), self.training)
 
 
 def _check_input(node: fx.Node, value: Any) -> None:

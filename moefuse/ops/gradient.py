@@ -23,6 +23,7 @@ _SCHEMA = (
     " Tensor[] weight2, Tensor[] bias1, Tensor[] bias2, *, bool[] needs, int num_experts, int ep_world_size=1,"
     " bool transpose_weight1=True, bool transpose_weight2=True, str gate_up='concat',"
     " str activation='swiglu', float[] activation_params=[], str activation_program='',"
+    " ScalarType? activation_dtype=None,"
     " str weight_position='output') -> Tensor[]"
 )
 

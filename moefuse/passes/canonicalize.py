@@ -17,11 +17,17 @@ RESHAPING = {"aten::view", "aten::expand", "aten::unsqueeze", "aten::squeeze", "
 VIEWS = RESHAPING | {"aten::permute", "aten::transpose", "aten::t", "aten::select", "aten::alias"}
 
 
-def canonicalize(graph: Graph) -> int:
-    """Remove no-op views, share equal ones, drop dead nodes; returns how many nodes went."""
+def canonicalize(graph: Graph, training: bool) -> int:
+    """Remove no-op views, share equal ones, drop dead nodes; returns how many nodes went.
+
+    A `detach` is an alias where no gradients are wanted, and stays where they are: it stops them.
+    """
     before = len(graph.nodes)
     seen: dict[Hashable, Node] = {}
     for node in list(graph.nodes):
+        if op_name(node) == "aten::detach" and not training:
+            node.replace_all_uses_with(node.all_input_nodes[0])
+            graph.erase_node(node)
         if op_name(node) not in VIEWS:
             continue
         twin = node.args[0] if _changes_nothing(node) else seen.setdefault(_key(node), node)
@@ -36,7 +42,7 @@ def _changes_nothing(node: Node) -> bool:
     if op_name(node) not in RESHAPING:
         return False
     source, result = value(node.args[0]), value(node)
-    if not isinstance(source, torch.Tensor) or source.dim() != result.dim():
+    if not isinstance(source, torch.Tensor) or source.dim() != result.dim() or source.dtype != result.dtype:
         return False
     if op_name(node) == "aten::slice" and len(node.args) > 4 and node.args[4] != 1:
         return False

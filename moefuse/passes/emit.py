@@ -5,7 +5,7 @@ has is used as it is; views, permutes and products are added only where the layo
 ever viewed, never copied.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -117,22 +117,24 @@ class Emitter:
     # --- operands ----------------------------------------------------------------------------------------
 
     def weight(self, leaf: Leaf, contracted: frozenset[Axis]) -> Node:
-        """An expert weight as [E, ., .]: the tensor as it lies, or a view of it."""
+        """An expert weight as [E, ., .], or one expert's as [., .]: the tensor as it lies, or a view of it."""
         found = weight_units(leaf, contracted)
         node = leaf.node
         if [dim for _, _, dim in found] != list(range(value(node).dim())):
             node = self.call(aten.view.default, node, self.shape([size for _, size, _ in found]))
-        order = sorted(range(3), key=lambda i: found[i][0] != "E")
+        order = sorted(range(len(found)), key=lambda i: found[i][0] != "E")
         return self.permute(node, order)
 
     def bias(self, leaf: Leaf) -> Node:
-        """A bias as [E, N]."""
+        """A bias as [E, N], or one expert's as [N]."""
+        if not leaf.selectors:
+            return self.reshape(leaf.node, [sizes.product(value(leaf.node).shape)])
         if not leaf.index[0] or leaf.index[0][0] not in leaf.selectors or len(leaf.index[0]) != 1:
             raise Conflict(f"`{leaf.node.name}` is no bias with the experts first")
         rest = leaf.node
         return self.reshape(rest, [value(rest).shape[0], sizes.product(value(rest).shape[1:])])
 
-    def weights(self, factors: list[Expr], ids: Node, layout: Dims, dtype: torch.dtype) -> Node:
+    def weights(self, factors: Sequence[Expr], ids: Node, layout: Dims, dtype: torch.dtype) -> Node:
         """The product of all routing weights as [T, K]; ones where the model has none."""
         nodes = [self.tensor(factor, layout) for factor in factors]
         constant = 1.0

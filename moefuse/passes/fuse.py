@@ -9,6 +9,7 @@ import operator
 import torch
 from torch.fx import Graph, Node
 
+from moefuse.graph import sizes
 from moefuse.passes.emit import Emitter
 from moefuse.patterns.facts import Axis, Conflict, Dims, Expr, Leaf, group_size
 from moefuse.patterns.router import walk
@@ -18,55 +19,91 @@ from moefuse.patterns.site import Site
 aten = torch.ops.aten
 
 
+READS_NO_ELEMENT = {"aten::sym_size", "aten::_assert_tensor_metadata"}
+"""Operators that look at a tensor's shape or dtype only (torch.export puts the assertion behind casts)."""
+
+
 def fuse_site(graph: Graph, site: Site, target: str) -> Node:
     """Replace the site's node by a mega_moe call bound to `target`; returns the call.
 
     Raises Conflict, with the graph unchanged but for unused nodes, where an operand can't be expressed.
     """
     emitter = Emitter(graph, site.node, [leaf.node for leaf in operand_leaves(site)])
-    call = _call(emitter, site, target)
+    try:
+        call = _call(emitter, site, target)
+    except (ValueError, TypeError, RuntimeError) as error:  # what the operator's own checks refuse
+        raise Conflict(f"the operator refuses the layer: {error}") from None
     result = _as_output(emitter, site, emitter.call(operator.getitem, call, 0))
     if site.base is not None:
         result = emitter.call(aten.add.Tensor, site.base, result)
     if value(result).dtype != value(site.node).dtype or value(result).dim() != value(site.node).dim():
         raise Conflict(f"the fused output is {value(result).dtype} {tuple(value(result).shape)}")
+    result = _as_strided(emitter, site, result)
     _resize(graph, site)
+    _drop_size_asserts(graph, site)
     site.node.replace_all_uses_with(result)
     return call
 
 
 def _resize(graph: Graph, site: Site) -> None:
-    """Sizes that the model reads off expert rows are read off the operands instead: the rows go."""
+    """Nothing may hold on to rows that go: sizes are read off the operands, checks of their metadata go too."""
     operands = [leaf.node for leaf in operand_leaves(site)]
+    for node in _region(site):
+        for user in [user for user in node.users if op_name(user) == "aten::_assert_tensor_metadata"]:
+            graph.erase_node(user)
     for row in expert_rows(site):
         for user in [user for user in row.users if op_name(user) == "aten::sym_size"]:
             earlier = [node for node in operands if node < user]
             user.replace_all_uses_with(Emitter(graph, user, earlier).size_node(value(user)))
 
 
+def _drop_size_asserts(graph: Graph, site: Site) -> None:
+    """Assertions on how many slots each expert of a loop got go with the loop; no other assertion does."""
+    sizes_read = [user for pick in site.picks for user in pick.users if op_name(user) == "aten::sym_size"]
+    for size in sizes_read:
+        for compared in list(size.users):
+            for user in list(compared.users):
+                if op_name(user) == "aten::_assert_scalar":
+                    graph.erase_node(user)
+
+
+def restack(tensors: list[Node], experts: int) -> list[Node]:
+    """One stacked tensor where per-expert tensors are its elements 0..E-1 in order, part by part."""
+    result: list[Node] = []
+    for start in range(0, len(tensors), experts):
+        part = tensors[start : start + experts]
+        whole = part[0].args[0] if op_name(part[0]) == "aten::select" else None
+        if not isinstance(whole, Node) or len(part) != experts or value(whole).shape[0] != experts:
+            return tensors
+        if any(op_name(node) != "aten::select" or node.args != (whole, 0, e) for e, node in enumerate(part)):
+            return tensors
+        result.append(whole)
+    return result
+
+
 def _call(emitter: Emitter, site: Site, target: str) -> Node:
-    spec = site.spec
-    slots: Dims = (site.tokens, site.slots)
-    inner = frozenset(site.inner)
-    x = emitter.tensor(site.x, (site.tokens, site.hidden))
-    ids = emitter.tensor(site.ids, slots)
-    if not spec.ids_checked and any(
-        at.wraps for leaf in [*site.weight1, site.weight2] for at in leaf.selectors
-    ):
+    spec, layer = site.spec, site.layer
+    slots: Dims = (layer.tokens, layer.slots)
+    inner = frozenset(layer.inner)
+    x = emitter.tensor(layer.x, (layer.tokens, layer.hidden))
+    ids = emitter.tensor(layer.ids, slots)
+    if value(ids).dtype not in (torch.int32, torch.int64):
+        ids = emitter.call(aten._to_copy.default, ids, dtype=torch.int64)
+    if not spec.ids_checked and any(at.wraps for leaf in layer.weight2 for at in leaf.selectors):
         # The model's own weight[ids] counts negative ids from the end; the node would skip them.
         below = emitter.call(aten.lt.Scalar, ids, 0)
         ids = emitter.call(aten.where.self, below, emitter.call(aten.add.Scalar, ids, spec.num_experts), ids)
-    weights = emitter.weights(site.weights, ids, slots, spec.router_dtype)
+    weights = emitter.weights(layer.weights, ids, slots, spec.router_dtype)
     return emitter.call(
         torch.ops.moefuse.mega_moe.default,
         None,
         x,
         ids,
         weights,
-        [emitter.weight(leaf, leaf.axes - inner - leaf.selectors[0].expr.axes) for leaf in site.weight1],
-        [emitter.weight(site.weight2, inner)],
-        [emitter.bias(leaf) for leaf in site.bias1],
-        [emitter.bias(leaf) for leaf in site.bias2],
+        restack([emitter.weight(leaf, layer.contracted(leaf)) for leaf in layer.weight1], spec.num_experts),
+        restack([emitter.weight(leaf, inner) for leaf in layer.weight2], spec.num_experts),
+        restack([emitter.bias(leaf) for leaf in layer.bias1], spec.num_experts),
+        restack([emitter.bias(leaf) for leaf in layer.bias2], spec.num_experts),
         num_experts=spec.num_experts,
         ep_world_size=spec.ep_world_size,
         transpose_weight1=spec.transpose_weight1,
@@ -83,9 +120,20 @@ def _call(emitter: Emitter, site: Site, target: str) -> Node:
     )
 
 
+def _as_strided(emitter: Emitter, site: Site, result: Node) -> Node:
+    """The output laid out in memory as the model's own: later views depend on it."""
+    wanted, have = value(site.node), value(result)
+    pairs = zip(wanted.shape, wanted.stride(), have.stride(), strict=True)
+    if all(sizes.is_one(size) or sizes.same(a, b) for size, a, b in pairs):
+        return result
+    if not wanted.is_contiguous():
+        raise Conflict("the output isn't contiguous in memory")
+    return emitter.call(aten.clone.default, result, memory_format=torch.contiguous_format)
+
+
 def _as_output(emitter: Emitter, site: Site, y: Node) -> Node:
     """[T, O] in the dims of the node that is replaced."""
-    natural = [*site.tokens, *(d for d in site.features if isinstance(d, Axis))]
+    natural = [*site.layer.tokens, *(d for d in site.layer.features if isinstance(d, Axis))]
     wanted = [d for group in site.dims for d in group if isinstance(d, Axis)]
     if wanted != natural:
         y = emitter.reshape(y, [axis.size for axis in natural])
@@ -96,15 +144,9 @@ def _as_output(emitter: Emitter, site: Site, y: Node) -> Node:
 
 def operand_leaves(site: Site) -> list[Leaf]:
     """All leaves that the node reads: the token rows, ids, routing weights, expert weights and biases."""
-    exprs: list[Expr] = [
-        site.x,
-        site.ids,
-        *site.weights,
-        *site.weight1,
-        site.weight2,
-        *site.bias1,
-        *site.bias2,
-    ]
+    layer = site.layer
+    exprs: list[Expr] = [layer.x, layer.ids, *layer.weights, *layer.weight1, *layer.weight2]
+    exprs += [*layer.bias1, *layer.bias2]
     return [leaf for expr in exprs for leaf in walk(expr) if isinstance(leaf, Leaf)]
 
 
@@ -117,7 +159,7 @@ def escaping(site: Site) -> tuple[Node, Node] | None:
     rows = expert_rows(site)
     for row in sorted(rows):
         for user in row.users:
-            if user not in rows and user is not site.node and op_name(user) != "aten::sym_size":
+            if user not in rows and user is not site.node and op_name(user) not in READS_NO_ELEMENT:
                 return row, user
     return None
 
@@ -126,9 +168,8 @@ def expert_rows(site: Site) -> set[Node]:
     """The nodes of the region that hold expert rows: the GEMMs and what is made from them."""
     rows: set[Node] = set()
     for node in sorted(_region(site)):  # fx nodes order by their place in the graph
-        if node in site.gemms or any(
-            arg in rows for arg in node.all_input_nodes if op_name(node) != "aten::sym_size"
-        ):
+        reads = op_name(node) not in READS_NO_ELEMENT and any(arg in rows for arg in node.all_input_nodes)
+        if node in site.gemms or reads:
             rows.add(node)
     return rows
 

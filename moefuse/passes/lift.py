@@ -39,11 +39,12 @@ def find(graph: Graph, parameters: frozenset[str]) -> list[Candidate]:
         if node not in taken and _expert_like(node, lifted, parameters):
             groups.setdefault(layer_of(node), []).append(node)
     covered = {layer_of(gemm) for gemm in taken}
+    lost: dict[tuple[Node, str], list[Node]] = {}
     for layer, gemms in groups.items():
         if layer in covered and layer:
             continue  # a leftover product beside a complete layer in the same module (a shared expert, a norm)
-        node, reason = _why(layer, gemms, lifted)
-        found.append(Candidate(layer, node, None, reason))
+        lost.setdefault(_why(gemms, lifted), []).extend(gemms)
+    found += [Candidate(common_layer(gemms), node, None, reason) for (node, reason), gemms in lost.items()]
     return sorted(found, key=lambda candidate: candidate.node)
 
 
@@ -65,7 +66,7 @@ def _stacked_parameter(node: Node, lifted: Lifted, parameters: frozenset[str]) -
     return root.name in parameters and isinstance(value(root), torch.Tensor) and value(root).dim() == 3
 
 
-def _why(layer: str, gemms: list[Node], lifted: Lifted) -> tuple[Node, str]:
+def _why(gemms: list[Node], lifted: Lifted) -> tuple[Node, str]:
     """The first loss that concerns a layer: at its GEMMs or behind them, by the order of the graph."""
     downstream = _reached(gemms)
     losses = sorted((node for node in lifted.losses if node in downstream), key=lambda node: node)

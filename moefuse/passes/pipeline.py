@@ -40,16 +40,16 @@ class FuseResult:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
-def run(
-    gm: GraphModule, parameters: frozenset[str], options: Options, *, training: bool = False
-) -> FuseResult:
+def run(gm: GraphModule, parameters: frozenset[str], options: Options, *, training: bool) -> FuseResult:
     """Rewrite `gm` in place. Raises RejectedError in mode "on" when a found layer isn't fused."""
     import moefuse.ops.mega_moe  # noqa: F401  registers the operator
 
     graph = gm.graph
-    result = FuseResult(gm, nodes_before=len(graph.nodes))
+    result = FuseResult(gm, nodes_before=len(graph.nodes), nodes_after=len(graph.nodes))
+    if options.mode == "off":
+        return result
     with _timed(result.seconds, "canonicalize"):
-        canonicalize(graph)
+        canonicalize(graph, training)
     with _timed(result.seconds, "lift"):
         candidates = find(graph, parameters)
     with _timed(result.seconds, "fuse"):

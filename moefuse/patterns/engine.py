@@ -12,9 +12,10 @@ import torch
 from torch.fx import Graph, Node
 
 from moefuse.graph import sizes
-from moefuse.patterns import finalize_routing, grouped_matmul, init_routing, router, structure
+from moefuse.patterns import finalize_routing, grouped_matmul, init_routing, loops, router, structure
 from moefuse.patterns.facts import (
     Axis,
+    Cases,
     Conflict,
     Const,
     Dot,
@@ -30,7 +31,7 @@ from moefuse.patterns.facts import (
 from moefuse.patterns.rules import Outcome, argument, op_name, rule_for, value
 from moefuse.patterns.site import Site, assemble
 
-COMPONENTS = (structure, router, init_routing, grouped_matmul, finalize_routing)
+COMPONENTS = (structure, router, init_routing, grouped_matmul, finalize_routing, loops)
 """The files whose import fills the rule book."""
 
 
@@ -118,6 +119,7 @@ class Lifter:
         for node in graph.nodes:
             if node.op == "call_function":
                 self._visit(node)
+        self._close_loops(graph)
         self._close_single_slot(graph)
         self.result.sites.sort(key=_position(graph))
         return self.result
@@ -156,13 +158,34 @@ class Lifter:
         except Conflict as conflict:
             self._lose(node, conflict)
 
+    def _close_loops(self, graph: Graph) -> None:
+        """A loop over experts ends at the first node that holds all of its cases."""
+        ends: dict[Node, tuple[Node, Fact]] = {}
+        for node in graph.nodes:
+            fact = self.result.facts.get(node)
+            if not isinstance(fact, Fact) or not isinstance(fact.expr, Cases) or fact.sorted:
+                continue
+            start = min(gemms_of(fact.expr))
+            known = ends.get(start)
+            if known is None or len(fact.expr.cases) > len(known[1].expr.cases):  # type: ignore[attr-defined]
+                ends[start] = (node, fact)
+        for node, fact in ends.values():
+            self._close(node, fact)
+
     def _close_single_slot(self, graph: Graph) -> None:
         """K = 1 needs no sum: the last node that is a complete layer is the output."""
         taken = {gemm for site in self.result.sites for gemm in site.gemms}
         closed: dict[Node, Site] = {}
         for node in graph.nodes:
             fact = self.result.facts.get(node)
-            if not isinstance(fact, Fact) or not fact.expr.hard or fact.sorted or gemms_of(fact.expr) & taken:
+            if (
+                not isinstance(fact, Fact)
+                or not fact.expr.hard
+                or fact.sorted
+                or isinstance(fact.expr, Cases)
+            ):
+                continue
+            if gemms_of(fact.expr) & taken:
                 continue
             try:
                 closed[node] = assemble(self, node, fact.expr, fact.dims)

@@ -48,6 +48,20 @@ class Perm:
 
 
 @dataclass(frozen=True)
+class Pick:
+    """The slots whose id is `expert`, as one particular nonzero (its identity) lists them.
+
+    over: the axes of all slots; key: the ids as an expression over `over`.
+    """
+
+    source: Node
+    over: "Group"
+    key: "Expr"
+    expert: int
+    size: Size = field(compare=False)
+
+
+@dataclass(frozen=True)
 class Part:
     """The index `start + step * value(group)` into a dimension of `size` elements (a slice, or one element)."""
 
@@ -69,7 +83,7 @@ class At:
     wraps: bool = field(default=False, compare=False)
 
 
-Digit = Axis | Perm | Part | At
+Digit = Axis | Perm | Pick | Part | At
 Group = tuple[Digit, ...]
 """One tensor dimension as mixed-radix digits, outermost first. A dimension of size one has no digit."""
 Dims = tuple[Group, ...]
@@ -124,7 +138,7 @@ def group_axes(group: Group) -> set[Axis]:
     for digit in group:
         if isinstance(digit, Axis):
             found.add(digit)
-        elif isinstance(digit, Perm):
+        elif isinstance(digit, Perm | Pick):
             found |= group_axes(digit.over)
         elif isinstance(digit, Part):
             found |= group_axes(digit.group)
@@ -232,6 +246,51 @@ class Sum(Expr):
 
 
 @dataclass(frozen=True)
+class Case:
+    """What one expert adds: the sum over `slots` of `rows` where the id (`ids`) is `expert`, found by `source`."""
+
+    source: Node
+    expert: int
+    ids: Expr
+    rows: Expr
+    slots: tuple[Axis, ...]
+
+
+@dataclass(frozen=True)
+class Cases(Expr):
+    """The sum of what single experts add (a loop over experts, unrolled), added to the node `base`.
+
+    terms: as in `Sum`.
+    """
+
+    cases: tuple[Case, ...]
+    base: Node | None = None
+    terms: torch.dtype | None = field(default=None, compare=False)
+
+    def parts(self) -> Iterator[Expr]:
+        for case in self.cases:
+            yield from (case.ids, case.rows)
+
+    def bound(self) -> tuple[Axis, ...]:
+        return tuple(axis for case in self.cases for axis in case.slots)
+
+    def rebuilt(self, change: Callable[[Expr], Expr]) -> Expr:
+        cases = (Case(c.source, c.expert, change(c.ids), change(c.rows), c.slots) for c in self.cases)
+        return Cases(tuple(cases), self.base, self.terms)
+
+
+@dataclass(frozen=True)
+class Coords(Expr):
+    """What nonzero returns, [elements, dimensions]: column i holds the index into dimension i of its operand."""
+
+    columns: Dims
+    at: Group
+
+    def groups(self) -> Iterator[Group]:
+        yield from (*self.columns, self.at)
+
+
+@dataclass(frozen=True)
 class OneHot(Expr):
     """1 where the integer expression `ids` equals the value of `at`, otherwise 0."""
 
@@ -302,8 +361,8 @@ class Fact:
 
     @property
     def sorted(self) -> bool:
-        """True when a dimension runs in the order of a sort."""
-        return any(isinstance(digit, Perm) for group in self.dims for digit in group)
+        """True when a dimension runs in an order by expert: of a sort, or of one expert's slots."""
+        return any(isinstance(digit, Perm | Pick) for group in self.dims for digit in group)
 
 
 @dataclass(frozen=True)
@@ -345,6 +404,9 @@ def bind_group(group: Group, binding: Binding) -> Group:
             result.extend(binding.get(digit, (digit,)))
         elif isinstance(digit, Perm):
             result.append(Perm(digit.sort, bind_group(digit.over, binding), bind(digit.key, binding)))
+        elif isinstance(digit, Pick):
+            over, key = bind_group(digit.over, binding), bind(digit.key, binding)
+            result.append(Pick(digit.source, over, key, digit.expert, digit.size))
         elif isinstance(digit, Part):
             result.append(Part(bind_group(digit.group, binding), digit.start, digit.step, digit.size))
         else:
@@ -366,9 +428,18 @@ def bind(expr: Expr, binding: Binding) -> Expr:
 def _bind_leaf(expr: Leaf, binding: Binding) -> Expr:
     index = tuple(bind_group(group, binding) for group in expr.index)
     for group in index:
-        if any(isinstance(digit, Perm) for digit in group):
-            raise Conflict(f"`{expr.node.name}` is in slot order, the other operand in sorted order")
+        if any(isinstance(digit, Perm | Pick) for digit in group):
+            raise Conflict(f"`{expr.node.name}` is in slot order, the other operand in an order by expert")
     return Leaf(expr.node, index)
+
+
+def _bind_coords(expr: Coords, binding: Binding) -> Expr:
+    """One column of coordinates is an index of its own."""
+    columns = tuple(bind_group(group, binding) for group in expr.columns)
+    at = bind_group(expr.at, binding)
+    if len(at) == 1 and isinstance(at[0], Part) and not at[0].group:
+        return Pos(columns[at[0].start])
+    return Coords(columns, at)
 
 
 _BINDERS: dict[type, Callable[[Any, Binding], Expr]] = {
@@ -378,6 +449,8 @@ _BINDERS: dict[type, Callable[[Any, Binding], Expr]] = {
     Op: lambda e, b: e.rebuilt(lambda part: bind(part, b)),
     Dot: lambda e, b: e.rebuilt(lambda part: bind(part, b)),
     Sum: lambda e, b: e.rebuilt(lambda part: bind(part, b)),
+    Cases: lambda e, b: e.rebuilt(lambda part: bind(part, b)),
+    Coords: _bind_coords,
     OneHot: lambda e, b: OneHot(bind(e.ids, b), bind_group(e.at, b)),
     Dense: lambda e, b: Dense(bind(e.value, b), bind(e.ids, b), e.slots, bind_group(e.at, b), e.fill),
     Count: lambda e, b: Count(e.ids, bind_group(e.at, b)),
@@ -425,6 +498,11 @@ class Unifier:
         """Unify the first digits, splitting the longer one; both lists lose what was unified."""
         left, right = a.pop(0), b.pop(0)
         if left == right:
+            return left
+        if isinstance(left, Pick) and isinstance(right, Pick):
+            if left.source is not right.source:
+                raise Conflict(f"the rows of `{left.source.name}` meet the rows of `{right.source.name}`")
+            self.unify(left.over, right.over)
             return left
         if isinstance(left, Perm) and isinstance(right, Perm):
             if left.sort is not right.sort:

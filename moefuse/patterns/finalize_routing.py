@@ -27,6 +27,7 @@ from moefuse.patterns.facts import (
     group_size,
 )
 from moefuse.patterns.init_routing import describe_index
+from moefuse.patterns.loops import add_case, pick_of, write_back
 from moefuse.patterns.router import count_of, distinct, topk_of, vanishes, walk
 from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
 
@@ -132,6 +133,9 @@ def accumulate(lift: Lifting, node: Node) -> Outcome:
     if name == "aten::scatter_add":
         if len(index.dims) != len(rows.dims):
             raise Conflict("scatter_add of rows by an index of another rank")
+        shapes = zip(value(argument(node, 2)).shape, value(argument(node, 3)).shape, strict=True)
+        if not all(sizes.same(a, b) for a, b in shapes):
+            raise Conflict("scatter_add adds only a part of the expert rows")
         if any(set(g) & index.expr.axes for d, g in enumerate(index.dims) if d != dim):
             raise Conflict("expert rows are scattered by an index that differs between features")
         index = Fact(index.expr, (index.dims[dim],))
@@ -153,6 +157,8 @@ def index_put(lift: Lifting, node: Node) -> Outcome:
             return _combine(lift, node, rows, index, 0)
         _demand_no_expert_choice(lift, indices[0])
         return None
+    if len(index.dims) == 1 and pick_of(index.dims[0]) is not None and rows.expr.hard:
+        return write_back(lift, node, index, rows)
     order = index.dims[0] if len(index.dims) == 1 else ()
     if not isinstance(index.expr, Pos) or len(order) != 1 or not isinstance(order[0], Perm):
         if rows.expr.hard:
@@ -187,15 +193,19 @@ def _combine(lift: Lifting, node: Node, rows: Fact, index: Fact, dim: int) -> Fa
         raise Conflict(
             f"expert rows are accumulated by {what}, not by the token of each slot", _index_node(node)
         )
+    base_node = argument(node, 0)
+    _demand_same_rows(value(base_node), value(argument(node, 2 if op_name(node) == "aten::index_put" else 3)))
     unifier = Unifier()
     unifier.unify(index.dims[0], rows.dims[0])
     token = unifier.resolve(index.expr.group)
     slots = group_axes(unifier.resolve(rows.dims[0]))
     if not all(isinstance(digit, Axis) for digit in token) or not set(token) <= slots:
         raise Conflict("expert rows are accumulated by an index that is not the token of each slot")
-    base_node = argument(node, 0)
     if not sizes.same(value(base_node).shape[0], group_size(token)):
         raise Conflict("expert rows are accumulated into an output with other rows than the tokens")
+    if (pick := pick_of(unifier.resolve(rows.dims[0]))) is not None:
+        own = Fact(unifier.expr(rows.expr), tuple(unifier.resolve(group) for group in rows.dims))
+        return add_case(lift, node, base_node, own, token, pick)
     order = rows.dims[0][0] if rows.sorted else None
     listed = order.over if isinstance(order, Perm) else rows.dims[0]
     over = tuple(a for a in unifier.resolve(listed) if isinstance(a, Axis) and a not in token)
@@ -204,6 +214,14 @@ def _combine(lift: Lifting, node: Node, rows: Fact, index: Fact, dim: int) -> Fa
     terms = value(argument(node, 2) if op_name(node) == "aten::index_put" else argument(node, 3)).dtype
     total = Sum(unifier.expr(rows.expr), over, node, None if zero else base_node, terms)
     return Fact(total, (token, *(unifier.resolve(g) for g in rows.dims[1:])))
+
+
+def _demand_same_rows(base: torch.Tensor, rows: torch.Tensor) -> None:
+    """Demand that rows are added whole: neither broadcast over the output's features nor a part of them."""
+    if base.dim() != rows.dim() or not all(
+        sizes.same(a, b) for a, b in zip(base.shape[1:], rows.shape[1:], strict=True)
+    ):
+        raise Conflict("expert rows are added to an output with other features")
 
 
 def _index_node(node: Node) -> Node:

@@ -22,13 +22,14 @@ from moefuse.patterns.facts import (
     Offs,
     Op,
     Perm,
+    Pick,
     Unifier,
     bind,
     group_axes,
     group_size,
 )
 from moefuse.patterns.finalize_routing import summed
-from moefuse.patterns.router import expert_weight, strip_casts, walk
+from moefuse.patterns.router import broadcast, expert_weight, strip_casts, walk
 from moefuse.patterns.rules import Lifting, Outcome, argument, rule
 
 
@@ -42,7 +43,7 @@ def grouped_mm(lift: Lifting, node: Node) -> Outcome:
     )
     if len(node.args) > 3 or node.kwargs.get("bias") is not None:
         raise Conflict("a grouped GEMM with a bias argument")
-    if not isinstance(offsets.expr, Offs):
+    if not isinstance(offsets.expr, Offs) or offsets.dims != (offsets.expr.at,):
         raise Conflict(
             "the row offsets of the grouped GEMM are not the running counts of the ids", argument(node, 2)
         )
@@ -97,10 +98,19 @@ def matmul(lift: Lifting, node: Node) -> Outcome:
 
 @rule("aten::addmm", "aten::baddbmm")
 def addmm(lift: Lifting, node: Node) -> Outcome:
-    """A product with something added. No MoE spelling known uses it on expert rows before loops do."""
-    if any(lift.fact(arg).expr.hard for arg in node.args):
-        raise Conflict("expert outputs enter a dense layer before they are combined")
-    return None
+    """bias + a @ b: one expert's linear layer with a bias."""
+    bias, a, b = (lift.fact(argument(node, i)) for i in range(3))
+    if node.kwargs or len(a.dims) != 2:
+        if a.expr.hard or b.expr.hard:
+            raise Conflict("a product of expert rows is scaled as it is added")
+        return None
+    product = contract(lift, node, a, b)
+    if not isinstance(product, Fact):
+        return None
+    unifier = Unifier()
+    dims = broadcast(unifier, product.dims, bias.dims)
+    expr = Op(torch.ops.aten.add.Tensor, (unifier.expr(product.expr), unifier.expr(bias.expr)), (), node)
+    return Fact(expr, tuple(unifier.resolve(group) for group in dims))
 
 
 def contract(lift: Lifting, node: Node, a: Fact, b: Fact) -> Outcome:
@@ -117,13 +127,29 @@ def contract(lift: Lifting, node: Node, a: Fact, b: Fact) -> Outcome:
     expert = lift.forced or _is_expert(left, right, axes) or _is_expert(right, left, axes)
     if expert:
         return Fact(Dot(left, right, axes, True, node), dims)
+    if any(isinstance(digit, Pick) for group in dims for digit in group):
+        return Fact(_own_weight(left, right, axes, node), dims)
     total = summed(lift, Op(torch.ops.aten.mul.Tensor, (left, right), (), node), axes, node, None)
     return None if total is None else Fact(total, dims)
 
 
+def _own_weight(rows: Expr, weight: Expr, over: tuple[Axis, ...], node: Node) -> Dot:
+    """One expert's rows times that expert's own matrix."""
+    if (
+        isinstance(weight, Leaf)
+        and not weight.selectors
+        and len(weight.axes - set(over)) > 0
+        and not weight.hard
+    ):
+        return Dot(rows, weight, over, True, node)
+    raise Conflict("the rows of one expert are multiplied with something that is no weight")
+
+
 def _selective(fact: Fact) -> bool:
-    """Facts that make a product worth following: expert rows, gathered weights, dense scores."""
+    """Facts that make a product worth following: expert rows, gathered weights, dense scores, one expert's rows."""
     if fact.expr.hard or expert_weight(fact.expr) is not None:
+        return True
+    if any(isinstance(digit, Pick) for group in fact.dims for digit in group):
         return True
     return any(isinstance(expr, Dense) for expr in walk(fact.expr))
 

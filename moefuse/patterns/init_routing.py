@@ -93,6 +93,8 @@ def index(lift: Lifting, node: Node) -> Outcome:
     else:
         places = [(0, argument(node, 1))]
     source = lift.fact(argument(node, 0))
+    if len(places) > 1 and (fact := _take_several(lift, source, places)) is not None:
+        return fact
     if len(places) != 1 or value(places[0][1]).dtype == torch.bool:
         if source.expr.hard:
             raise Conflict("expert rows are taken by a mask or by several indices at once")
@@ -138,6 +140,25 @@ def take(lift: Lifting, node: Node, source: Fact, dim: int, by_node: Node) -> Ou
     axis = group[0]
     expr = bind(source.expr, {axis: (At(by.expr, axis.size, wraps=True),)})
     return Fact(expr, source.dims[:dim] + by.dims + source.dims[dim + 1 :])
+
+
+def _take_several(lift: Lifting, source: Fact, places: list[tuple[int, Node]]) -> Fact | None:
+    """source[a, b] with neighbouring positions that list the same rows (one expert's tokens and slots)."""
+    first, last = places[0][0], places[-1][0]
+    rows = [lift.fact(by) for _, by in places]
+    if last - first != len(places) - 1 or not all(
+        isinstance(by.expr, Pos) and len(by.dims) == 1 for by in rows
+    ):
+        return None
+    unifier = Unifier()
+    for (dim, _), by in zip(places, rows, strict=True):
+        assert isinstance(by.expr, Pos)
+        if not sizes.same(group_size(source.dims[dim]), group_size(by.expr.group)):
+            return None
+        unifier.unify(rows[0].dims[0], by.dims[0])
+        unifier.unify(source.dims[dim], by.expr.group)
+    dims = (*source.dims[:first], rows[0].dims[0], *source.dims[last + 1 :])
+    return Fact(unifier.expr(source.expr), tuple(unifier.resolve(group) for group in dims))
 
 
 def _take(source: Fact, dim: int, by: Fact) -> Fact:

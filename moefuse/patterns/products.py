@@ -74,19 +74,23 @@ def linear(expr: Expr) -> Linear | None:
         if not isinstance(one, Expr) or not isinstance(other, Expr) or not one.hard or other.hard:
             continue
         bias, product = strip_casts(other), linear(one)
-        if product is not None and product.bias is None and isinstance(bias, Leaf) and bias.selectors:
+        if product is None or product.bias is not None or not isinstance(bias, Leaf):
+            continue
+        if len(bias.selectors) == len(product.weight.selectors):
             return Linear(product.rows, product.weight, product.over, bias, product.node)
     return None
 
 
 def _weight_of(dot: Dot) -> tuple[Leaf, Expr]:
-    """Which operand of an expert product is the weight, and the other one."""
+    """Which operand of an expert product is the weight, and the other one. In a loop the weight stands second."""
     for weight, rows in ((dot.b, dot.a), (dot.a, dot.b)):
         leaf = strip_casts(weight)
         if isinstance(leaf, Leaf) and len(leaf.selectors) == 1 and leaf.axes >= set(dot.over):
             if leaf is not weight:
                 raise Conflict(f"expert weights `{leaf.node.name}` are cast after they were selected")
             return leaf, rows
+    if isinstance(dot.b, Leaf) and not dot.b.selectors and dot.b.axes >= set(dot.over):
+        return dot.b, dot.a
     raise Conflict(f"the weights of `{dot.node.name}` are not selected by the routing")
 
 

@@ -27,6 +27,7 @@ from moefuse.patterns.facts import (
     Offs,
     OneHot,
     Op,
+    Part,
     Perm,
     Pos,
     Sum,
@@ -162,16 +163,21 @@ def pointwise(lift: Lifting, node: Node) -> Outcome:
         return None
     if not lift.forced and not any(_worth_keeping(fact) for fact in tensors.values()):
         return None
+    if any(isinstance(value(arg), torch.SymInt | torch.SymBool) for arg in node.args):
+        raise Conflict("a size that is not static takes part in the arithmetic of rows")
     if len(tensors) == 1:
         position, fact = tensors.popitem()
         return fact if _changes_nothing(node) else _unary(node, position, fact)
     unifier = Unifier()
     dims: Dims = ()
     for fact in tensors.values():
-        dims = _broadcast(unifier, dims, fact.dims)
+        dims = broadcast(unifier, dims, fact.dims)
     args = tuple(
         unifier.expr(tensors[i].expr) if i in tensors else number(arg) for i, arg in enumerate(node.args)
     )
+    if op_name(node) == "aten::add" and not node.kwargs and Const(0.0) in args:
+        (kept,) = [arg for arg in args if arg != Const(0.0)] or [args[0]]
+        return Fact(kept, tuple(unifier.resolve(group) for group in dims))
     return Fact(_op(node, args), tuple(unifier.resolve(group) for group in dims))
 
 
@@ -190,7 +196,8 @@ def _changes_nothing(node: Node) -> bool:
     return same and isinstance(argument(node, 1), int | float) and argument(node, 1) == neutral
 
 
-def _broadcast(unifier: Unifier, left: Dims, right: Dims) -> Dims:
+def broadcast(unifier: Unifier, left: Dims, right: Dims) -> Dims:
+    """The dims of an elementwise result, trailing dimensions aligned."""
     rank = max(len(left), len(right))
     left, right = (((),) * (rank - len(dims)) + dims for dims in (left, right))
     return tuple(unifier.unify(a, b) for a, b in zip(left, right, strict=True))
@@ -247,16 +254,21 @@ def evaluate_scalar(expr: Expr, leaves: dict[Expr, float]) -> float:
 
 @rule("aten::eq")
 def equals(lift: Lifting, node: Node) -> Outcome:
-    """ids == arange(E): one-hot."""
-    if not isinstance(argument(node, 1), Node):
+    """ids == arange(E): one-hot; ids == e: one column of it."""
+    left, number = lift.fact(argument(node, 0)), argument(node, 1)
+    if isinstance(number, int) and not isinstance(number, bool):
+        if not isinstance(left.expr, Leaf) or is_float(left.expr.node) or number < 0:
+            return None
+        return Fact(OneHot(left.expr, (Part((), number, 1, number + 1),)), left.dims)
+    if not isinstance(number, Node):
         return None
-    left, right = lift.fact(argument(node, 0)), lift.fact(argument(node, 1))
+    right = lift.fact(number)
     if isinstance(left.expr, Pos):
         left, right = right, left
     if not isinstance(right.expr, Pos) or not isinstance(left.expr, Leaf) or is_float(left.expr.node):
         return None
     unifier = Unifier()
-    dims = _broadcast(unifier, left.dims, right.dims)
+    dims = broadcast(unifier, left.dims, right.dims)
     expr = OneHot(unifier.expr(left.expr), unifier.resolve(right.expr.group))
     return Fact(expr, tuple(unifier.resolve(group) for group in dims))
 
@@ -295,7 +307,7 @@ def cumsum(lift: Lifting, node: Node) -> Outcome:
     """Running counts: where each expert's rows end in sorted order."""
     fact = lift.fact(argument(node, 0))
     target = value(node).dtype
-    if not isinstance(fact.expr, Count) or len(fact.dims) != 1 or target in EXACT_UP_TO:
+    if not isinstance(fact.expr, Count) or fact.dims != (fact.expr.at,) or target in EXACT_UP_TO:
         return None
     return Fact(Offs(fact.expr.ids, fact.expr.at), fact.dims)
 
@@ -306,7 +318,9 @@ def cumsum(lift: Lifting, node: Node) -> Outcome:
 @rule("aten::scatter")
 def scatter(lift: Lifting, node: Node) -> Outcome:
     """full(v).scatter(-1, ids, w): w for the chosen experts, v elsewhere."""
-    base, ids, source = (lift.fact(node.args[i]) for i in (0, 2, 3))
+    if node.kwargs.get("reduce") is not None:
+        return None
+    base, ids, source = (lift.fact(argument(node, i)) for i in (0, 2, 3))
     dim = int(argument(node, 1)) % max(len(base.dims), 1)
     if not isinstance(base.expr, Const) or not isinstance(ids.expr, Leaf):
         return None

@@ -7,7 +7,8 @@ is read whole, and no slot is left out.
 """
 
 import functools
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.fx import Node
@@ -17,8 +18,10 @@ from moefuse.ops.spec import GateUp, MoeSpec, WeightPosition
 from moefuse.patterns.activation import Classified, classify, to_program, upcast
 from moefuse.patterns.facts import (
     Axis,
+    Cases,
     Conflict,
     Const,
+    Digit,
     Dims,
     Expr,
     Group,
@@ -31,50 +34,88 @@ from moefuse.patterns.facts import (
 from moefuse.patterns.products import Linear, factors, first_gemms, linear, split_factors, times
 from moefuse.patterns.router import strip_casts, topk_of, walk
 from moefuse.patterns.rules import Lifting, value
-from moefuse.patterns.weights import affine, demand_whole, entry_of, is_transposed, layout, span
+from moefuse.patterns.weights import Span, demand_whole, in_order, is_transposed, layout, span
 
 
-@dataclass
-class Site:
-    """One MoE layer found in a graph: which node it is, what it computes, and its operands as expressions.
+@dataclass(frozen=True)
+class Layer:
+    """What one MoE layer, or one expert of a loop, computes; operands as expressions.
 
-    tokens, slots: the axes of T (as the token row is indexed) and of K. dims: the node's dims in those axes.
-    weight1: one weight (gate and up together, or a plain expert) or two (gate, up). `base`: a node that the
-    layer's output is added to.
+    tokens, slots: the axes of T (as the token row is indexed) and of K. hidden, inner, features: those of H, I, O.
+    weight1: one weight per expert tensor (gate and up together, or a plain expert), or gates, then ups. Stacked
+    weights are selected by `ids`; a loop has one tensor per expert.
     """
 
-    node: Node
-    dims: Dims
     tokens: tuple[Axis, ...]
     slots: tuple[Axis, ...]
-    features: Group
     hidden: tuple[Axis, ...]
     inner: tuple[Axis, ...]
+    features: tuple[Axis, ...]
     x: Expr
     ids: Leaf
-    weights: list[Expr]
-    weight1: list[Leaf]
-    weight2: Leaf
-    bias1: list[Leaf]
-    bias2: list[Leaf]
+    weights: tuple[Expr, ...]
+    weight1: tuple[Leaf, ...]
+    weight2: tuple[Leaf, ...]
+    bias1: tuple[Leaf, ...]
+    bias2: tuple[Leaf, ...]
     gate_up: GateUp
     activation: Classified
     activation_dtype: torch.dtype | None
     weight_position: WeightPosition
-    base: Node | None
-    terms: torch.dtype | None
     gemms: frozenset[Node]
+
+    @property
+    def stacked(self) -> bool:
+        """True when one tensor holds all experts."""
+        return bool(self.weight2[0].selectors)
+
+    def contracted(self, leaf: Leaf) -> frozenset[Axis]:
+        """The input features of a first weight; a separate up GEMM has axes of its own."""
+        selected = {axis for at in leaf.selectors for axis in at.expr.axes}
+        return leaf.axes - set(self.inner) - selected
+
+
+@dataclass
+class Site:
+    """One MoE layer found in a graph: which node it is, and what it computes.
+
+    dims: the node's dims in the layer's axes. base: a node that the layer's output is added to. terms: the dtype to
+    which weighted rows are rounded before they are summed. picks: the nonzero nodes of a loop over experts.
+    """
+
+    node: Node
+    dims: Dims
+    layer: Layer
+    base: Node | None = None
+    terms: torch.dtype | None = None
+    picks: tuple[Node, ...] = ()
     spec: MoeSpec = field(init=False)
 
     def __post_init__(self) -> None:
         self.spec = _spec(self)
 
+    @property
+    def gemms(self) -> frozenset[Node]:
+        """The nodes of the layer's expert GEMMs."""
+        return self.layer.gemms
+
 
 def assemble(lift: Lifting, node: Node, expr: Expr, dims: Dims) -> Site:
     """The layer whose output is `node`. Raises Conflict where the expression isn't a whole MoE layer."""
-    total = expr if isinstance(expr, Sum) else None  # a layer with one slot per token needs no sum
-    slots = total.over if total is not None else ()
-    core, outputs = split_factors(total.body if total is not None else expr)
+    if isinstance(expr, Cases):
+        return Site(
+            node, dims, merge(lift, expr, dims), expr.base, expr.terms, tuple(c.source for c in expr.cases)
+        )
+    if isinstance(expr, Sum):
+        return Site(node, dims, describe(lift, expr.body, expr.over, dims), expr.base, expr.terms)
+    return Site(node, dims, describe(lift, expr, (), dims))  # one slot per token needs no sum
+
+
+def describe(
+    lift: Lifting, body: Expr, slots: tuple[Axis, ...], dims: Dims, case_ids: Expr | None = None
+) -> Layer:
+    """The layer that sums `body` over `slots`. case_ids: the ids of a loop, whose weights aren't selected by them."""
+    core, outputs = split_factors(body)
     second = linear(core)
     if second is None:
         raise Conflict(_unexpected(core, "between the second expert GEMM and the combine"))
@@ -83,36 +124,91 @@ def assemble(lift: Lifting, node: Node, expr: Expr, dims: Dims) -> Site:
     if not firsts:
         raise Conflict("no first expert GEMM feeds the second one")
     x, inputs = _token_rows(lift, firsts, slots)
-    ids = _same_ids([second, *firsts])
+    ids = _same_ids([second, *firsts], case_ids)
     hidden = firsts[0].over
     tokens = _token_axes(x, hidden, ids, slots)
     position = _position(outputs, mids, inputs)
     _check_weights([*outputs, *mids, *inputs], {*tokens, *slots})
-    features = _output_features(dims, tokens)
-    demand_whole(second, second.over, features)
+    features = in_order(second.weight, _output_features(dims, tokens))
+    for leaf, axes in ((second.weight, second.over), (second.weight, features), (second.bias, features)):
+        if leaf is not None:
+            demand_whole(leaf, axes)
     gate_up, ordered, activation, activation_dtype = _gate_up(program, firsts, second.over)
-    return Site(
-        node=node,
-        dims=dims,
+    return Layer(
         tokens=tokens,
         slots=slots,
-        features=features,
         hidden=hidden,
         inner=second.over,
+        features=features,
         x=x,
         ids=ids,
-        weights=[*outputs, *mids, *inputs],
+        weights=(*outputs, *mids, *inputs),
         weight1=_one_per_tensor([f.weight for f in ordered], gate_up),
-        weight2=second.weight,
+        weight2=(second.weight,),
         bias1=_one_per_tensor([f.bias for f in ordered if f.bias is not None], gate_up),
-        bias2=[second.bias] if second.bias is not None else [],
+        bias2=(second.bias,) if second.bias is not None else (),
         gate_up=gate_up,
         activation=activation,
         activation_dtype=activation_dtype,
         weight_position=position,
-        base=total.base if total is not None else None,
-        terms=total.terms if total is not None else None,
         gemms=frozenset([second.node, *(f.node for f in firsts)]),
+    )
+
+
+def merge(lift: Lifting, total: Cases, dims: Dims) -> Layer:
+    """The layer that a loop over experts computes: every expert exactly once, all with the same body."""
+    numbers = [case.expert for case in total.cases]
+    for expert in range(max(numbers) + 1):
+        if numbers.count(expert) != 1:
+            raise Conflict(
+                f"the loop adds expert {expert} {numbers.count(expert)} times: a layer has each once"
+            )
+    cases = sorted(total.cases, key=lambda case: case.expert)
+    layers = [describe(lift, case.rows, case.slots, dims, case.ids) for case in cases]
+    first = layers[0]
+    layers = [first, *(_renamed(layer, first, expert) for expert, layer in enumerate(layers[1:], 1))]
+    parts = range(len(first.weight1))
+    return replace(
+        first,
+        weight1=tuple(layer.weight1[part] for part in parts for layer in layers),
+        weight2=tuple(layer.weight2[0] for layer in layers),
+        bias1=tuple(layer.bias1[part] for part in range(len(first.bias1)) for layer in layers),
+        bias2=tuple(layer.bias2[0] for layer in layers if layer.bias2),
+        gemms=frozenset().union(*(layer.gemms for layer in layers)),
+    )
+
+
+def _renamed(other: Layer, first: Layer, expert: int) -> Layer:
+    """An expert in the first one's axes. Demands that it differs from the first one in its weights only."""
+    renamed: dict[Axis, Group] = {}
+    for role in ("hidden", "inner", "slots", "tokens"):
+        old, new = getattr(other, role), getattr(first, role)
+        if len(old) != len(new):
+            raise Conflict(f"expert {expert} of the loop runs over other indices than expert 0")
+        renamed.update({a: (b,) for a, b in zip(old, new, strict=True)})
+    same = {
+        "rows": bind(other.x, renamed) == first.x,
+        "ids": bind(other.ids, renamed) == first.ids,
+        "routing weights": tuple(bind(w, renamed) for w in other.weights) == first.weights,
+        "activation": (other.activation, other.activation_dtype)
+        == (first.activation, first.activation_dtype),
+        "weight layout": other.gate_up == first.gate_up and len(other.weight1) == len(first.weight1),
+        "weight position": other.weight_position == first.weight_position,
+        "biases": (len(other.bias1), len(other.bias2)) == (len(first.bias1), len(first.bias2)),
+    }
+    for what, equal in same.items():
+        if not equal:
+            raise Conflict(f"expert {expert} of the loop has other {what} than expert 0")
+
+    def leaves(own: tuple[Leaf, ...]) -> tuple[Leaf, ...]:
+        return tuple(leaf for leaf in (bind(leaf, renamed) for leaf in own) if isinstance(leaf, Leaf))
+
+    return replace(
+        other,
+        weight1=leaves(other.weight1),
+        weight2=leaves(other.weight2),
+        bias1=leaves(other.bias1),
+        bias2=leaves(other.bias2),
     )
 
 
@@ -182,8 +278,12 @@ def _per_slot(leaf: Leaf, over: tuple[Axis, ...], slots: tuple[Axis, ...]) -> bo
     return not leaf.axes.isdisjoint(over) and not leaf.axes.isdisjoint(slots) and not leaf.selectors
 
 
-def _same_ids(linears: list[Linear]) -> Leaf:
-    """The ids that select every weight and bias."""
+def _same_ids(linears: list[Linear], case_ids: Expr | None) -> Leaf:
+    """The ids that select every weight and bias; in a loop the ids that were compared with the expert's number."""
+    if case_ids is not None:
+        if not isinstance(case_ids, Leaf) or any(one.weight.selectors for one in linears):
+            raise Conflict("a loop over experts whose weights are selected by ids once more")
+        return case_ids
     leaves = [leaf for one in linears for leaf in (one.weight, one.bias) if leaf is not None]
     chosen = [leaf.selectors[0].expr if len(leaf.selectors) == 1 else None for leaf in leaves]
     first = chosen[0]
@@ -230,14 +330,15 @@ def _name(expr: Expr) -> str:
     return f"`{node.name}`" if node is not None else "a factor"
 
 
-def _output_features(dims: Dims, tokens: tuple[Axis, ...]) -> Group:
+def _output_features(dims: Dims, tokens: tuple[Axis, ...]) -> tuple[Axis, ...]:
     """The feature dimension of the output: what remains beside the token axes, in one piece."""
-    rest = tuple(d for g in dims for d in g if d not in tokens)
-    if any(not isinstance(d, Axis) for d in rest):
-        raise Conflict("the output is in sorted order")
-    if len(rest) + len(tokens) != sum(len(g) for g in dims):
+    every = [d for group in dims for d in group]
+    rest = tuple(d for d in every if isinstance(d, Axis) and d not in tokens)
+    if not all(isinstance(d, Axis) for d in every):
+        raise Conflict("the output is in an order by expert")
+    if len(rest) + len(tokens) != len(every):
         raise Conflict("the output does not have one row per token")
-    if not set(tokens) <= {d for g in dims for d in g}:
+    if not set(tokens) <= set(every):
         raise Conflict("the output sums over tokens")
     return rest
 
@@ -256,77 +357,97 @@ def _gate_up(
 
     activation = classify(to_program(program, leaf), len(firsts) == 2)
     ordered = firsts[::-1] if activation.swapped else firsts
-    axes = frozenset(inner)
-    spans = [span(one.weight, axes, one.over) for one in ordered]
+    spans = [span(one.weight, inner) for one in ordered]
     for one, rows in zip(ordered, spans, strict=True):
-        if one.bias is not None and affine(entry_of(one.bias, axes), axes) != rows[:2]:
+        demand_whole(one.weight, one.over)
+        if one.bias is not None and not _same_span(span(one.bias, inner), rows):
             raise Conflict(f"`{one.bias.node.name}` is not laid out as the weight it belongs to")
-    if len({one.bias is None for one in ordered}) > 1:
-        raise Conflict("only one of gate and up has a bias")
+    biases = {one.bias.node if one.bias is not None else None for one in ordered}
+    if len(biases) > 1 and (None in biases or ordered[0].weight.node is ordered[1].weight.node):
+        raise Conflict("gate and up have different biases but share a weight, or only one of them has a bias")
     found = layout(ordered, spans, sizes.product(axis.size for axis in inner))
     return found, ordered, activation, upcast(program, leaf)
+
+
+def _same_span(a: Span, b: Span) -> bool:
+    return a[:2] == b[:2] and sizes.same(a[2], b[2])
 
 
 def _key(one: Linear) -> tuple[Leaf, Leaf | None]:
     return one.weight, one.bias
 
 
-def _one_per_tensor(leaves: list[Leaf], gate_up: GateUp) -> list[Leaf]:
+def _one_per_tensor(leaves: list[Leaf], gate_up: GateUp) -> tuple[Leaf, ...]:
     """Two leaves where gate and up are separate tensors, otherwise one: both halves are in it."""
-    return leaves if gate_up == "separate" else leaves[:1]
+    return tuple(leaves if gate_up == "separate" else leaves[:1])
 
 
-def _static(size: sizes.Size, what: str) -> int:
+def _spec(site: Site) -> MoeSpec:
+    """What the site computes, without the graph."""
+    layer = site.layer
+    inner = frozenset(layer.inner)
+    parameters = [*layer.weight1, *layer.weight2, *layer.bias1, *layer.bias2]
+    dtypes = {value(leaf.node).dtype for leaf in parameters}
+    if len(dtypes) != 1:
+        raise Conflict(f"the layer's weights and biases have different dtypes: {sorted(map(str, dtypes))}")
+    count = _experts(layer)
+    orientations = [{is_transposed(leaf, layer.contracted(leaf)) for leaf in layer.weight1}]
+    orientations.append({is_transposed(leaf, inner) for leaf in layer.weight2})
+    if any(len(flags) != 1 for flags in orientations):
+        raise Conflict("the layer's weights have different orientations")
+    topk, dim = topk_of(layer.ids.node)
+    chosen_from = value(topk.args[0]).shape[dim] if topk is not None else None
+    val = value(site.node)
+    return MoeSpec(
+        num_experts=count,
+        top_k=_static(layer.slots, "number of slots per token"),
+        hidden=_static(layer.hidden, "hidden size"),
+        intermediate=_static(layer.inner, "intermediate size"),
+        out_features=_static(layer.features, "output size"),
+        device=val.device.type,
+        x_dtype=_dtype(layer.x),
+        expert_dtype=dtypes.pop(),
+        router_dtype=_product_dtype(layer.weights, val.dtype),
+        output_dtype=val.dtype,
+        product_dtype=None if site.terms in (torch.float32, torch.float64) else site.terms,
+        gate_up=layer.gate_up,
+        transpose_weight1=orientations[0].pop(),
+        transpose_weight2=orientations[1].pop(),
+        weight_form="stacked" if layer.stacked else "list",
+        has_bias1=bool(layer.bias1),
+        has_bias2=bool(layer.bias2),
+        activation=layer.activation.activation,
+        activation_params=layer.activation.params,
+        activation_program=layer.activation.program,
+        activation_dtype=layer.activation_dtype,
+        weight_position=layer.weight_position,
+        has_router_weight=any(not isinstance(factor, Const) for factor in layer.weights),
+        ids_checked=chosen_from is not None and sizes.same(chosen_from, count),
+    )
+
+
+def _experts(layer: Layer) -> int:
+    """How many experts the weights hold."""
+    if not layer.stacked:
+        return len(layer.weight2)
+    parameters = [*layer.weight1, *layer.weight2, *layer.bias1, *layer.bias2]
+    counts = {leaf.selectors[0].size for leaf in parameters}
+    (count,) = counts if len(counts) == 1 else (None,)
+    if not isinstance(count, int):
+        raise Conflict(
+            f"the layer's weights hold different or unknown numbers of experts: {sorted(map(str, counts))}"
+        )
+    return count
+
+
+def _static(axes: Iterable[Digit], what: str) -> int:
+    size = sizes.product(axis.size for axis in axes)
     if not isinstance(size, int):
         raise Conflict(f"the {what} is not static: {size}")
     return size
 
 
-def _spec(site: Site) -> MoeSpec:
-    """What the site computes, without the graph."""
-    hidden, inner = frozenset(site.hidden), frozenset(site.inner)
-    parameters = [*site.weight1, site.weight2, *site.bias1, *site.bias2]
-    dtypes = {value(leaf.node).dtype for leaf in parameters}
-    if len(dtypes) != 1:
-        raise Conflict(f"the layer's weights and biases have different dtypes: {sorted(map(str, dtypes))}")
-    experts = {_static(leaf.selectors[0].size, "number of experts") for leaf in parameters}
-    if len(experts) != 1:
-        raise Conflict(f"the layer's weights hold {sorted(experts)} experts")
-    flags = {is_transposed(leaf, leaf.axes - inner - leaf.selectors[0].expr.axes) for leaf in site.weight1}
-    if len(flags) != 1:
-        raise Conflict("gate and up weights have different orientations")
-    (count,) = experts
-    topk, dim = topk_of(site.ids.node)
-    chosen_from = value(topk.args[0]).shape[dim] if topk is not None else None
-    val = value(site.node)
-    return MoeSpec(
-        num_experts=count,
-        top_k=_static(sizes.product(axis.size for axis in site.slots), "number of slots per token"),
-        hidden=_static(sizes.product(axis.size for axis in hidden), "hidden size"),
-        intermediate=_static(sizes.product(axis.size for axis in inner), "intermediate size"),
-        out_features=_static(sizes.product(axis.size for axis in site.features), "output size"),
-        device=val.device.type,
-        x_dtype=_dtype(site.x),
-        expert_dtype=dtypes.pop(),
-        router_dtype=_product_dtype(site.weights, val.dtype),
-        output_dtype=val.dtype,
-        product_dtype=None if site.terms in (torch.float32, torch.float64) else site.terms,
-        gate_up=site.gate_up,
-        transpose_weight1=flags.pop(),
-        transpose_weight2=is_transposed(site.weight2, inner),
-        has_bias1=bool(site.bias1),
-        has_bias2=bool(site.bias2),
-        activation=site.activation.activation,
-        activation_params=site.activation.params,
-        activation_program=site.activation.program,
-        activation_dtype=site.activation_dtype,
-        weight_position=site.weight_position,
-        has_router_weight=any(not isinstance(factor, Const) for factor in site.weights),
-        ids_checked=chosen_from is not None and sizes.same(chosen_from, count),
-    )
-
-
-def _product_dtype(weights: list[Expr], default: torch.dtype) -> torch.dtype:
+def _product_dtype(weights: Sequence[Expr], default: torch.dtype) -> torch.dtype:
     dtypes = [_dtype(weight) for weight in weights if not isinstance(weight, Const)]
     return functools.reduce(torch.promote_types, dtypes) if dtypes else default
 

@@ -75,13 +75,17 @@ def _chase(binding: dict[Axis, Group]) -> Binding:
     "aten::view", "aten::reshape", "aten::_unsafe_view", "aten::unsqueeze", "aten::squeeze", "aten::flatten"
 )
 def view(lift: Lifting, node: Node) -> Outcome:
-    """The same elements in the same order under another shape."""
+    """The same elements in the same order under another shape; `view(dtype)` is another meaning of the bits."""
     fact = lift.fact(argument(node, 0))
+    if value(argument(node, 0)).dtype != value(node).dtype:
+        if fact.expr.hard:
+            raise Conflict("the bits of expert rows are taken for another dtype")
+        return None
     dims, binding = regroup(fact.dims, value(node).shape)
     return Fact(bind(fact.expr, binding), tuple(bind_group(group, binding) for group in dims))
 
 
-@rule("aten::clone", "aten::alias", "aten::detach", "aten::contiguous", "aten::lift_fresh_copy", "aten::copy")
+@rule("aten::clone", "aten::alias", "aten::contiguous", "aten::lift_fresh_copy", "aten::copy")
 def same(lift: Lifting, node: Node) -> Outcome:
     """A copy or an alias means what its source means (`copy(self, src)`: what src means)."""
     source = argument(node, 1 if op_name(node) == "aten::copy" else 0)
@@ -170,7 +174,7 @@ def slice_(lift: Lifting, node: Node) -> Outcome:
     step = argument(node, 4, "step", 1)
     if step == 1 and sizes.same(before, after):
         return fact
-    if isinstance(fact.expr, Count) and argument(node, 2, "start", 0) in (0, None):
+    if isinstance(fact.expr, Count) and step == 1 and argument(node, 2, "start", 0) in (0, None):
         # bincount may return more entries than `minlength`: cutting them off leaves what the fact says.
         return fact if argument(node, 3, "end") == group_size(fact.dims[dim]) else None
     if _plain(lift, fact):

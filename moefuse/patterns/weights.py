@@ -4,21 +4,24 @@ In: the leaves of the expert GEMMs. Out: layouts, read off the axes and never gu
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from moefuse.graph import sizes
 from moefuse.ops.spec import GateUp
 from moefuse.patterns.facts import At, Axis, Conflict, Digit, Group, Leaf, Part, group_axes, group_size
 from moefuse.patterns.products import Linear
 
+Span = tuple[int, int, sizes.Size]
+"""(start, step, size of the dimension): which rows of a weight something reads."""
 
-def affine(group: Group, axes: frozenset[Axis]) -> tuple[int, int] | None:
-    """(start, step) of a group that counts evenly through its dimension as `axes` run; None otherwise."""
+
+def affine(group: Group, axes: tuple[Axis, ...]) -> tuple[int, int] | None:
+    """(start, step) of a group that counts evenly through its dimension as `axes` run, in this order; else None."""
     found = _affine(group)
     if found is None:
         return None
     start, steps = found
-    if {axis for axis, _ in steps} != axes:
+    if tuple(axis for axis, _ in steps) != axes:
         return None
     # Several axes are one count if each strides over all that is inside it.
     for (_, outer), (axis, inner) in itertools.pairwise(steps):
@@ -47,48 +50,42 @@ def _affine(group: Group) -> tuple[int, list[tuple[Axis, int]]] | None:
     return start, steps
 
 
-def entry_of(leaf: Leaf, axes: frozenset[Axis]) -> Group:
+def entry_of(leaf: Leaf, axes: Iterable[Axis]) -> Group:
     """The digits of a leaf's index that run over the axes (of one dimension, or a whole part of one)."""
+    wanted = set(axes)
     groups = [
-        tuple(d for d in group if not isinstance(d, At) and group_axes((d,)) <= axes)
+        tuple(d for d in group if not isinstance(d, At) and group_axes((d,)) <= wanted)
         for group in leaf.index
-        if group_axes(group) & axes
+        if group_axes(group) & wanted
     ]
     if len(groups) != 1:
-        raise Conflict(f"`{leaf.node.name}` is not a weight with one dimension per role")
+        raise Conflict(f"`{leaf.node.name}` is not a tensor with one dimension per role")
     return groups[0]
 
 
-def demand_whole(one: Linear, over: tuple[Axis, ...], features: Group) -> None:
-    """Demand that contraction and output of a GEMM run over the whole of their weight dimension."""
-    out = frozenset(d for d in features if isinstance(d, Axis))
-    for role, axes in (("contracted", frozenset(over)), ("output", out)):
-        entry = entry_of(one.weight, axes)
-        if affine(entry, axes) != (0, 1) or not sizes.same(
-            group_size(entry), sizes.product(a.size for a in axes)
-        ):
-            raise Conflict(f"only a part of `{one.weight.node.name}` is used ({role} dimension)")
-    if one.bias is not None:
-        entry = entry_of(one.bias, out)
-        if affine(entry, out) != (0, 1) or one.bias.axes - one.bias.selectors[0].expr.axes != out:
-            raise Conflict(f"`{one.bias.node.name}` is no bias over the output features")
-
-
-def span(weight: Leaf, axes: frozenset[Axis], over: tuple[Axis, ...]) -> tuple[int, int, sizes.Size]:
-    """(start, step, size of the dimension) of the weight rows that a leaf of the activation reads."""
-    contracted = entry_of(weight, frozenset(over))
-    if affine(contracted, frozenset(over)) != (0, 1) or not sizes.same(
-        group_size(contracted), sizes.product(a.size for a in over)
-    ):
-        raise Conflict(f"only a part of `{weight.node.name}` is used (contracted dimension)")
-    entry = entry_of(weight, axes)
+def span(leaf: Leaf, axes: tuple[Axis, ...]) -> Span:
+    """Which part of its dimension a weight or bias is read at as `axes` run. Conflict for anything but a slice."""
+    entry = entry_of(leaf, axes)
     found = affine(entry, axes)
     if found is None:
-        raise Conflict(f"gate and up are picked from `{weight.node.name}` in a way that is no slice")
+        raise Conflict(f"the features of `{leaf.node.name}` are taken in another order, or not as a slice")
     return (*found, group_size(entry))
 
 
-def layout(ordered: list[Linear], spans: list[tuple[int, int, sizes.Size]], size: sizes.Size) -> GateUp:
+def demand_whole(leaf: Leaf, axes: tuple[Axis, ...]) -> None:
+    """Demand that a dimension of a weight or bias is read whole and in order."""
+    start, step, size = span(leaf, axes)
+    if (start, step) != (0, 1) or not sizes.same(size, sizes.product(axis.size for axis in axes)):
+        raise Conflict(f"only a part of `{leaf.node.name}` is used")
+
+
+def in_order(leaf: Leaf, axes: Iterable[Axis]) -> tuple[Axis, ...]:
+    """The axes in the order in which the leaf's dimension runs over them."""
+    wanted = set(axes)
+    return tuple(digit for digit in entry_of(leaf, wanted) if isinstance(digit, Axis) and digit in wanted)
+
+
+def layout(ordered: list[Linear], spans: list[Span], size: sizes.Size) -> GateUp:
     """The arrangement of gate and up, given in that order with their spans; Conflict for an unknown one."""
     whole = [start == 0 and step == 1 and sizes.same(total, size) for start, step, total in spans]
     if len(ordered) == 1:
@@ -127,7 +124,7 @@ def units(leaf: Leaf, role_of: Callable[[Digit], str]) -> list[tuple[str, sizes.
 
 
 def weight_units(leaf: Leaf, contracted: frozenset[Axis]) -> list[tuple[str, sizes.Size, int]]:
-    """Units of an expert weight: "E" the expert, "C" the contracted features, "N" the output features."""
+    """Units of an expert weight: "E" the expert (stacked ones), "C" the input, "N" the output features."""
 
     def role(digit: Digit) -> str:
         if isinstance(digit, At):
@@ -135,7 +132,7 @@ def weight_units(leaf: Leaf, contracted: frozenset[Axis]) -> list[tuple[str, siz
         return "C" if group_axes((digit,)) <= contracted and group_axes((digit,)) else "N"
 
     found = units(leaf, role)
-    if sorted(name for name, _, _ in found) != ["C", "E", "N"]:
+    if sorted(name for name, _, _ in found) not in (["C", "E", "N"], ["C", "N"]):
         raise Conflict(f"`{leaf.node.name}` is not a weight of experts, outputs and inputs")
     return found
 

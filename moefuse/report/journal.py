@@ -41,12 +41,20 @@ class Journal:
             if graphs is None:
                 graphs = self._frames[frame] = []
                 self._models.append(graphs)
-                del self._models[:-KEPT]
+                self._forget()
             graphs.append(report)
             del graphs[:-KEPT]
             silent = self._said_empty
             self._said_empty = silent or _is_empty(report)
         _announce(report, silent)
+
+    def _forget(self) -> None:
+        """Drop the oldest models, and the frames that lead to them."""
+        dropped = self._models[:-KEPT]
+        del self._models[:-KEPT]
+        if dropped:
+            gone = {id(graphs) for graphs in dropped}
+            self._frames = {frame: graphs for frame, graphs in self._frames.items() if id(graphs) not in gone}
 
     def reports(self) -> list[Report]:
         """A report per compiled frame, oldest first."""

@@ -172,7 +172,7 @@ def test_other_plain_programs_are_kept_and_fused(name: str) -> None:
 REFUSED: dict[str, tuple[Gated, str]] = {
     "a function over the features": (lambda g, u: g.softmax(-1) * u, "what aten::_softmax of expert outputs"),
     "a norm": (lambda g, u: functional.layer_norm(g, (I,)) * u, "what aten::native_layer_norm of expert outputs"),
-    "a running sum": (lambda g, u: g.cumsum(-1) * u, "cumsum of expert outputs"),
+    "a running sum": (lambda g, u: g.cumsum(-1) * u, "what aten::cumsum of expert outputs"),
     "random numbers": (lambda g, u: functional.silu(g) * u + torch.rand_like(g), "rand_like"),
     "half of the output": (lambda g, u: functional.silu(g), "only a part of the first GEMM's output"),
     "three parts": (

@@ -112,7 +112,7 @@ NO_SUM: dict[str, tuple[Combine, str]] = {
         lambda x, r, p: r[p.argsort()].view(K, T, H).sum(0),
         "is not indexed by the token of each slot",
     ),
-    "running sum": (lambda x, r, p: back(r, p).cumsum(1)[:, -1], "what cumsum of expert outputs means"),
+    "running sum": (lambda x, r, p: back(r, p).cumsum(1)[:, -1], "what aten::cumsum of expert outputs"),
     "a factor": (lambda x, r, p: nothing().index_add(0, p // K, r, alpha=2), "with a factor alpha"),
     "scatter_reduce": (
         lambda x, r, p: nothing().scatter_reduce(0, wide(p // K), r, "amax"),

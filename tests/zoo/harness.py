@@ -64,13 +64,13 @@ def implementations(model: str) -> tuple[str, ...]:
 
 
 def build(
-    model: str, implementation: str, dtype: torch.dtype, seed: int = 0
+    model: str, implementation: str, dtype: torch.dtype, layers: int = LAYERS
 ) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """A tiny model with LAYERS MoE layers in eval mode, and keyword arguments for a call."""
+    """A tiny model with so many MoE layers in eval mode, and keyword arguments for a call."""
     if model == GATHER_EINSUM:
-        return styles.gather_einsum(dtype, seed), {"input_ids": token_ids(16, seed)}
+        return styles.gather_einsum(dtype, layers), {"input_ids": token_ids(16, 0)}
     own = None if implementation == "own" else implementation
-    return hf.build(model, dtype=dtype, experts_implementation=own, layers=LAYERS, batch=BATCH, seed=seed)
+    return hf.build(model, dtype=dtype, experts_implementation=own, layers=layers, batch=BATCH)
 
 
 def token_ids(tokens: int, seed: int) -> Tensor:
@@ -98,7 +98,9 @@ def watch() -> Iterator[list[Fused]]:
     """Collect what the backend makes of every graph that is compiled inside."""
     seen: list[Fused] = []
     outputs: list[tuple[str, Node]] = []
-    run, fuse_site, compile_inner = pipeline.run, pipeline.fuse_site, moefuse.backend.compile_inner
+    run = pipeline.run
+    fuse_site = pipeline.fuse_site  # type: ignore[attr-defined]
+    compile_inner = moefuse.backend.compile_inner  # type: ignore[attr-defined]
 
     def watched_run(gm: GraphModule, *args: Any, **kwargs: Any) -> Any:
         before = deepcopy(gm)
@@ -225,7 +227,8 @@ def exact_logits(fused: Fused, inputs: tuple[Any, ...], eager: Tensor) -> Tensor
 def per_token(got: Tensor, want: Tensor) -> list[float]:
     """Norm-wise relative error of each token's logits [B, S, V]."""
     got, want = got.double().flatten(0, -2), want.double().flatten(0, -2)
-    return ((got - want).norm(dim=-1) / want.norm(dim=-1)).tolist()
+    errors: list[float] = ((got - want).norm(dim=-1) / want.norm(dim=-1)).tolist()
+    return errors
 
 
 @dataclass
@@ -255,6 +258,7 @@ def run_cells(
     dynamic: bool | None,
     inner: str,
     lengths: tuple[int, ...],
+    layers: int = LAYERS,
     seeds: int = 2,
     count: bool = True,
 ) -> list[Cell]:
@@ -262,10 +266,8 @@ def run_cells(
 
     dynamic: as for torch.compile. seeds: inputs per length. count: compare the graphs with an unfused compile's.
     """
-    module, kwargs = build(model, implementation, dtype)
-    counts = (
-        unfused_graphs(model, implementation, dynamic, lengths) if count else [None] * len(lengths)
-    )
+    module, kwargs = build(model, implementation, dtype, layers)
+    counts = unfused_graphs(model, implementation, dynamic, lengths) if count else [None] * len(lengths)
     torch._dynamo.reset()
     compiled = torch.compile(
         module, backend="moefuse", fullgraph=True, dynamic=dynamic, options={"inner": inner}
@@ -275,7 +277,7 @@ def run_cells(
         for tokens, unfused in zip(lengths, counts, strict=True):
             cell = Cell(model, implementation, str(dtype)[6:], bool(dynamic), tokens, inner)
             cell.unfused_graphs = unfused
-            _measure(cell, module, compiled, kwargs, seen, dtype, seeds)
+            _measure(cell, module, compiled, kwargs, seen, layers, seeds)
             cells.append(cell)
     torch._dynamo.reset()
     return cells
@@ -314,7 +316,7 @@ def _measure(
     compiled: Any,
     kwargs: dict[str, Any],
     seen: list[Fused],
-    dtype: torch.dtype,
+    layers: int,
     seeds: int,
 ) -> None:
     """Call the compiled and the eager model and fill the cell."""
@@ -336,11 +338,11 @@ def _measure(
     assert used is not None
     cell.graphs = _graphs() - graphs
     cell.nodes = len(used.calls)
-    if cell.nodes != LAYERS:
-        cell.failures.append(f"{cell.nodes} mega_moe nodes for {LAYERS} layers")
+    if cell.nodes != layers:
+        cell.failures.append(f"{cell.nodes} mega_moe nodes for {layers} layers")
     if cell.unfused_graphs is not None and cell.graphs != cell.unfused_graphs:
         cell.failures.append(f"{cell.graphs} graphs, {cell.unfused_graphs} without moefuse")
-    if dtype == torch.float32:
+    if cell.dtype == "float32":
         cell.relative = max(float((got - eager).norm() / eager.norm()) for got, eager in pairs)
         if not cell.relative < RELATIVE:
             cell.failures.append(f"logits differ by {cell.relative:.2g}")

@@ -1,6 +1,6 @@
 """Plain-torch MoE models in styles that no transformers model has.
 
-In: dtype and seed. Out: a small language model with two MoE layers, called as `model(input_ids=ids).logits`, so that
+In: dtype, number of layers. Out: a small language model, called as `model(input_ids=ids).logits`, so that
 it can stand beside the transformers models. The code is our own; only the way to compute is taken from practice.
 """
 
@@ -39,27 +39,35 @@ class GatherEinsum(nn.Module):
         return torch.einsum("tkh,tk->th", expert, weights).reshape(x.shape)
 
 
-class GatherEinsumModel(nn.Module):
-    """Embedding, `layers` residual layers of norm and GatherEinsum, and a head."""
+class Layer(nn.Module):
+    """x [B, S, H] -> x + moe(norm(x))."""
 
-    def __init__(self, layers: int = 2) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(HIDDEN)
+        self.moe = GatherEinsum()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.moe(self.norm(x))
+        return y
+
+
+class GatherEinsumModel(nn.Module):
+    """Embedding, layers and a head."""
+
+    def __init__(self, layers: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, HIDDEN)
-        self.layers = nn.ModuleList(
-            nn.ModuleDict({"norm": nn.RMSNorm(HIDDEN), "moe": GatherEinsum()}) for _ in range(layers)
-        )
+        self.layers = nn.Sequential(*(Layer() for _ in range(layers)))
         self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
 
     def forward(self, input_ids: Tensor) -> Output:
         """input_ids int64 [B, S] -> `.logits` [B, S, VOCAB]."""
-        x = self.embedding(input_ids)
-        for layer in self.layers:
-            x = x + layer["moe"](layer["norm"](x))
-        return Output(logits=self.head(x))
+        return Output(logits=self.head(self.layers(self.embedding(input_ids))))
 
 
-def gather_einsum(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
+def gather_einsum(dtype: torch.dtype = torch.float32, layers: int = 2) -> nn.Module:
     """The model with random weights, in eval mode; the global random state is left as it was."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return GatherEinsumModel().to(dtype).eval()
+        torch.manual_seed(0)
+        return GatherEinsumModel(layers).to(dtype).eval()

@@ -20,15 +20,15 @@ F32, BF16 = torch.float32, torch.bfloat16
 STATIC, DYNAMIC = None, True
 
 CELLS = [
-    ("qwen3_moe", "batched_mm", F32, DYNAMIC, 16),
-    ("mixtral", "grouped_mm", BF16, STATIC, 16),
-    ("deepseek_v3", "grouped_mm", BF16, DYNAMIC, 16),
+    ("qwen3_moe", "batched_mm", F32, STATIC, 16),
+    ("mixtral", "grouped_mm", BF16, DYNAMIC, 16),
+    ("deepseek_v3", "grouped_mm", BF16, STATIC, 16),
     ("gpt_oss", "batched_mm", BF16, STATIC, 1),
     ("nemotron_h", "grouped_mm", BF16, STATIC, 16),
     ("gemma4", "grouped_mm", F32, STATIC, 1),
     ("llama4", "own", BF16, DYNAMIC, 1),
     ("olmoe", "grouped_mm", F32, DYNAMIC, 1),
-    ("granitemoe", "batched_mm", F32, STATIC, 16),
+    ("granitemoe", "batched_mm", F32, DYNAMIC, 16),
     ("minimax_m3_vl", "batched_mm", BF16, STATIC, 16),
     (harness.GATHER_EINSUM, "own", BF16, DYNAMIC, 16),
 ]
@@ -47,8 +47,9 @@ def test_every_moe_layer_is_one_node_and_the_logits_stay(model, implementation, 
     [("olmoe", "grouped_mm", BF16), (harness.GATHER_EINSUM, "own", F32)],
 )
 def test_under_inductor_too(model, implementation, dtype):
+    # One layer: what takes the time here is the C++ compiler.
     (cell,) = harness.run_cells(
-        model, implementation, dtype, dynamic=STATIC, inner="inductor", lengths=(16,), count=False
+        model, implementation, dtype, dynamic=STATIC, inner="inductor", lengths=(16,), layers=1, count=False
     )
     assert not cell.failures, cell
 
@@ -91,9 +92,9 @@ def test_greedy_generation_with_a_cache_gives_the_same_tokens():
     assert all(len(fused.calls) == harness.LAYERS and fused.inputs for fused in seen)
 
 
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
-def test_loss_and_gradients(inner):
-    model, kwargs = harness.build("qwen3_moe", "grouped_mm", F32)
+@pytest.mark.parametrize(("inner", "layers"), [("eager", 2), ("inductor", 1)])
+def test_loss_and_gradients(inner, layers):
+    model, kwargs = harness.build("qwen3_moe", "grouped_mm", F32, layers)
     compiled = torch.compile(model, backend="moefuse", fullgraph=True, options={"inner": inner})
     labels = kwargs["input_ids"].roll(1, -1)
 
@@ -106,7 +107,7 @@ def test_loss_and_gradients(inner):
     want_loss, want = step(model)
     with harness.watch() as seen:
         loss, got = step(compiled)
-    assert [len(fused.calls) for fused in seen] == [harness.LAYERS]
+    assert [len(fused.calls) for fused in seen] == [layers]
     torch.testing.assert_close(loss, want_loss, rtol=1e-5, atol=0)
     assert got.keys() == want.keys()
     for name in want:
@@ -114,8 +115,9 @@ def test_loss_and_gradients(inner):
         assert (got[name] - want[name]).norm() <= 1e-5 * want[name].norm(), name
 
 
-def test_an_exported_program_is_fused_without_compiling():
-    model, kwargs = harness.build("mixtral", "grouped_mm", F32)
+@pytest.mark.parametrize("implementation", harness.IMPLEMENTATIONS)
+def test_an_exported_program_is_fused_without_compiling(implementation):
+    model, kwargs = harness.build("mixtral", implementation, F32)
     with torch.no_grad():
         exported = torch.export.export(model, (), kwargs)
         result = moefuse.fuse(exported)
@@ -124,8 +126,8 @@ def test_an_exported_program_is_fused_without_compiling():
             op="call_function", target=torch.ops.moefuse.mega_moe.default
         )
         assert len(calls) == harness.LAYERS
-        other = harness.token_ids(16, seed=5)
-        got, want = result.graph_module(other), model(**kwargs | {"input_ids": other}).logits
+        other = kwargs | {"input_ids": harness.token_ids(16, seed=5)}
+        got, want = result.graph_module(*other.values()), model(**other).logits
     logits = next(value for value in got if value.shape == want.shape)
     torch.testing.assert_close(logits, want, rtol=1e-5, atol=1e-5)  # logits of size about 1
 

@@ -1,0 +1,114 @@
+"""Loops over experts, unrolled: what a comparison with an expert's number, its nonzero and its rows mean.
+
+`nonzero(ids == e)` lists the slots of expert e; rows gathered by it, multiplied with that expert's own tensors and
+added back to their tokens are one case of the layer. A loop is a layer when it has every expert exactly once.
+"""
+
+from torch.fx import Node
+
+from moefuse.patterns.facts import (
+    Axis,
+    Case,
+    Cases,
+    Conflict,
+    Const,
+    Coords,
+    Dims,
+    Expr,
+    Fact,
+    Group,
+    OneHot,
+    Op,
+    Part,
+    Pick,
+    Pos,
+    Unifier,
+    group_axes,
+)
+from moefuse.patterns.products import ADD
+from moefuse.patterns.router import covers, distinct
+from moefuse.patterns.rules import Lifting, Outcome, argument, rule, value
+
+
+def constant(group: Group) -> int | None:
+    """The number that an index without axes comes to."""
+    if len(group) != 1 or not isinstance(group[0], Part) or group[0].group:
+        return None
+    return group[0].start
+
+
+@rule("aten::nonzero")
+def nonzero(lift: Lifting, node: Node) -> Outcome:
+    """The slots whose id is one expert's number; each column is an index into one dimension of the ids."""
+    mask = lift.fact(argument(node, 0))
+    if not isinstance(mask.expr, OneHot) or (expert := constant(mask.expr.at)) is None:
+        return None
+    if covers(Fact(mask.expr.ids, mask.dims)) is None:
+        raise Conflict("an expert's slots are looked for in a part of the ids only")
+    over = tuple(digit for group in mask.dims for digit in group)
+    pick = Pick(node, over, mask.expr.ids, expert, value(node).shape[0])
+    if len(mask.dims) == 1:
+        return Fact(Pos(mask.dims[0]), ((pick,), ()))
+    at = Axis(len(mask.dims))
+    return Fact(Coords(mask.dims, (at,)), ((pick,), (at,)))
+
+
+def pick_of(group: Group) -> Pick | None:
+    """The slots of one expert, if that is what a row dimension runs over."""
+    return group[0] if len(group) == 1 and isinstance(group[0], Pick) else None
+
+
+def add_case(lift: Lifting, node: Node, base_node: Node, rows: Fact, token: Group, pick: Pick) -> Fact:
+    """base[token] += rows, for the slots of one expert: one more case. `token`: over the axes of `pick`."""
+    base = lift.fact(base_node)
+    unifier = Unifier()
+    features = rows.dims[1:]
+    before: tuple[Case, ...] = ()
+    kept: Node | None = base_node
+    if isinstance(base.expr, Const) and base.expr.value == 0:
+        kept = None
+    elif isinstance(base.expr, Cases):
+        token = unifier.unify(token, base.dims[0])
+        features = tuple(unifier.unify(a, b) for a, b in zip(rows.dims[1:], base.dims[1:], strict=True))
+        earlier = unifier.expr(base.expr)
+        assert isinstance(earlier, Cases)
+        before, kept = earlier.cases, earlier.base
+    slots = tuple(a for a in unifier.resolve(pick.over) if isinstance(a, Axis) and a not in group_axes(token))
+    case = Case(pick.source, pick.expert, unifier.expr(pick.key), unifier.expr(rows.expr), slots)
+    dims = (unifier.resolve(token), *(unifier.resolve(group) for group in features))
+    return Fact(Cases((*before, case), kept, value(node).dtype), dims)
+
+
+def write_back(lift: Lifting, node: Node, index: Fact, rows: Fact) -> Fact:
+    """y[token] = y[token] + rows for the slots of one expert: adds only if no token occurs twice among them."""
+    pick = pick_of(index.dims[0])
+    assert pick is not None
+    assert isinstance(index.expr, Pos)
+    unifier = Unifier()
+    unifier.unify(index.dims[0], rows.dims[0])
+    (order,) = unifier.resolve(index.dims[0])
+    assert isinstance(order, Pick)
+    token = unifier.resolve(index.expr.group)
+    slots = tuple(a for a in order.over if isinstance(a, Axis) and a not in group_axes(token))
+    if not distinct(order.key, slots):
+        raise Conflict("a token may choose an expert twice: writing its row back keeps only one of them")
+    dims = tuple(unifier.resolve(group) for group in rows.dims)
+    base_node = argument(node, 0)
+    added = _added(lift.fact(base_node), unifier.expr(rows.expr), (token, *dims[1:]))
+    return add_case(lift, node, base_node, Fact(added, dims), token, order)
+
+
+def _added(base: Fact, written: Expr, place: Dims) -> Expr:
+    """What is added to the base by writing `written` at `place`; Conflict if it isn't the base there plus something."""
+    if isinstance(base.expr, Const) and base.expr.value == 0:
+        return written
+    unifier = Unifier()
+    for own, other in zip(place, base.dims, strict=True):
+        unifier.unify(own, other)
+    before, after = unifier.expr(base.expr), unifier.expr(written)
+    if isinstance(after, Op) and after.target in ADD and not after.kwargs and before in after.args[:2]:
+        # Under the new names only for the comparison: the caller's names stay.
+        added = written.args[1 - after.args.index(before)]  # type: ignore[attr-defined]
+        assert isinstance(added, Expr)
+        return added
+    raise Conflict("an expert's rows overwrite what earlier experts have added")

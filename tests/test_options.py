@@ -1,0 +1,77 @@
+"""Options: what is accepted, and errors that name the option, what was expected and what came."""
+
+from typing import Any
+
+import pytest
+
+from moefuse.options import OptionError, Options
+
+
+def test_defaults() -> None:
+    assert Options.parse(None) == Options.parse({}) == Options("auto", "auto", "inductor", (), "")
+
+
+def test_every_option() -> None:
+    given = {"mode": "on", "target": "reference", "inner": "eager", "exclude": ["a.*", "b"], "dump": "out"}
+    assert Options.parse(given) == Options("on", "reference", "eager", ("a.*", "b"), "out")
+
+
+@pytest.mark.parametrize("mode", ["auto", "on", "off"])
+def test_modes(mode: str) -> None:
+    assert Options.parse({"mode": mode}).mode == mode
+
+
+@pytest.mark.parametrize(("name", "near"), [("excludes", "exclude"), ("targets", "target"), ("Mode", "mode")])
+def test_an_unknown_option_is_named_with_the_nearest_one(name: str, near: str) -> None:
+    with pytest.raises(OptionError, match=f"unknown option '{name}'; did you mean '{near}'") as caught:
+        Options.parse({name: 1})
+    for known in ("mode", "target", "inner", "exclude", "dump"):
+        assert known in str(caught.value)
+
+
+def test_an_unknown_option_without_a_near_one() -> None:
+    with pytest.raises(OptionError, match=r"unknown option 'xyzzy' \(known: mode"):
+        Options.parse({"xyzzy": 1})
+
+
+WRONG: list[tuple[str, Any, str]] = [
+    ("mode", "fast", "options['mode']: expected one of auto, on, off, got 'fast'"),
+    ("mode", True, "options['mode']: expected one of auto, on, off, got True"),
+    ("target", "tpu", "options['target']: expected one of auto, cpu, reference, got 'tpu'"),
+    ("target", None, "options['target']: expected one of auto, cpu, reference, got None"),
+    ("inner", "tvm", "options['inner']: expected one of inductor, eager, got 'tvm'"),
+    ("exclude", "model.layers.1", "options['exclude']: expected a list of module path patterns, got 'model.layers.1'"),
+    ("exclude", [1], "options['exclude']: expected a list of module path patterns, got [1]"),
+    ("exclude", None, "options['exclude']: expected a list of module path patterns, got None"),
+    ("exclude", 3, "options['exclude']: expected a list of module path patterns, got 3"),
+    ("dump", 1, "options['dump']: expected a string, got int 1"),
+    ("dump", None, "options['dump']: expected a string, got NoneType None"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), WRONG, ids=[f"{n}={v!r}" for n, v, _ in WRONG])
+def test_impossible_values(name: str, value: Any, message: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        Options.parse({name: value})
+    assert str(caught.value) == message
+
+
+def test_an_option_error_is_a_value_error() -> None:
+    assert issubclass(OptionError, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "layer", "matches"),
+    [
+        ("model.layers.1.*", "model.layers.1.mlp", True),
+        ("model.layers.1.*", "model.layers.11.mlp", False),
+        ("model.layers.1", "model.layers.1.mlp", False),
+        ("*.mlp", "model.layers.1.mlp", True),
+        ("*.MLP", "model.layers.1.mlp", False),
+        ("model.layers.[0-3].*", "model.layers.2.mlp", True),
+        ("*", "", True),
+    ],
+)
+def test_exclude_patterns(pattern: str, layer: str, matches: bool) -> None:
+    options = Options.parse({"exclude": ["nothing", pattern]})
+    assert options.excluded(layer) == (pattern if matches else "")
