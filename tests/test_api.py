@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 import moefuse
-from tests.moe_model import E, H, I, K, Experts, Model
+from tests.moe_model import E, Experts, H, I, K, Model
 
 X = torch.randn(6, H, generator=torch.Generator().manual_seed(0))
 
@@ -212,5 +212,7 @@ def test_importing_moefuse_is_light() -> None:
         "print([m for m in ('rich', 'typer', 'transformers', 'graphviz', 'torch._dynamo') "
         "if m in sys.modules and m not in before])"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
     assert out.stdout.strip() == "[]"

@@ -40,7 +40,11 @@ WRONG: list[tuple[str, Any, str]] = [
     ("target", "tpu", "options['target']: expected one of auto, cpu, reference, got 'tpu'"),
     ("target", None, "options['target']: expected one of auto, cpu, reference, got None"),
     ("inner", "tvm", "options['inner']: expected one of inductor, eager, got 'tvm'"),
-    ("exclude", "model.layers.1", "options['exclude']: expected a list of module path patterns, got 'model.layers.1'"),
+    (
+        "exclude",
+        "model.layers.1",
+        "options['exclude']: expected a list of module path patterns, got 'model.layers.1'",
+    ),
     ("exclude", [1], "options['exclude']: expected a list of module path patterns, got [1]"),
     ("exclude", None, "options['exclude']: expected a list of module path patterns, got None"),
     ("exclude", 3, "options['exclude']: expected a list of module path patterns, got 3"),

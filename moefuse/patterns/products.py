@@ -23,14 +23,13 @@ def factors(expr: Expr) -> list[Expr]:
     inner = strip_casts(expr)
     if isinstance(inner, Op) and inner.target in MUL:
         return [f for arg in inner.args[:2] for f in factors(_as_expr(arg))]
-    if (
-        isinstance(inner, Op)
-        and inner.target in DIV
-        and not inner.kwargs
-        and not _as_expr(inner.args[1]).hard
-    ):
-        inverse = Op(torch.ops.aten.reciprocal.default, (_as_expr(inner.args[1]),), (), inner.node)
-        return [*factors(inner.args[0]), inverse]
+    if isinstance(inner, Op) and inner.target in DIV and not inner.kwargs:
+        divisor = _as_expr(inner.args[1])
+        if isinstance(divisor, Const) and divisor.value != 0:
+            return [*factors(_as_expr(inner.args[0])), Const(1 / divisor.value)]
+        if not isinstance(divisor, Const) and not divisor.hard:
+            inverse = Op(torch.ops.aten.reciprocal.default, (divisor,), (), inner.node)
+            return [*factors(_as_expr(inner.args[0])), inverse]
     return [] if inner == Const(1.0) else [inner if inner.hard else expr]
 
 

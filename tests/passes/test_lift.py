@@ -13,7 +13,9 @@ from tests.patterns.spelling import E, H, K, T, gathered, grouped, operands, slo
 NOTHING: frozenset[str] = frozenset()
 
 
-def candidates(function: Callable[..., object], *inputs: Tensor, parameters: frozenset[str] = NOTHING) -> list[Candidate]:
+def candidates(
+    function: Callable[..., object], *inputs: Tensor, parameters: frozenset[str] = NOTHING
+) -> list[Candidate]:
     return find(study(function, *inputs).graph_module.graph, parameters)
 
 
@@ -29,7 +31,7 @@ def test_no_layer_no_candidate() -> None:
 
     x, _, _, w1, w2 = operands()
     assert not candidates(dense, x, w1, w2)
-    assert not candidates(lambda q, k: torch.bmm(q, k), torch.randn(2, 3, 4), torch.randn(2, 4, 5))
+    assert not candidates(lambda q, k: torch.bmm(q, k) * 2, torch.randn(2, 3, 4), torch.randn(2, 4, 5))
 
 
 def test_a_loss_behind_the_gemms_is_the_reason() -> None:

@@ -58,7 +58,9 @@ def swiglu(h1: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
-def ffn(rows: Tensor, offs: Tensor, w1: Tensor, w2: Tensor, act: Callable[[Tensor], Tensor] = swiglu) -> Tensor:
+def ffn(
+    rows: Tensor, offs: Tensor, w1: Tensor, w2: Tensor, act: Callable[[Tensor], Tensor] = swiglu
+) -> Tensor:
     """Both grouped GEMMs over sorted rows, weights with out-features first."""
     h1 = torch._grouped_mm(rows, w1.transpose(1, 2), offs)
     return torch._grouped_mm(act(h1), w2.transpose(1, 2), offs)

@@ -171,7 +171,10 @@ def test_other_plain_programs_are_kept_and_fused(name: str) -> None:
 
 REFUSED: dict[str, tuple[Gated, str]] = {
     "a function over the features": (lambda g, u: g.softmax(-1) * u, "what aten::_softmax of expert outputs"),
-    "a norm": (lambda g, u: functional.layer_norm(g, (I,)) * u, "what aten::native_layer_norm of expert outputs"),
+    "a norm": (
+        lambda g, u: functional.layer_norm(g, (I,)) * u,
+        "what aten::native_layer_norm of expert outputs",
+    ),
     "a running sum": (lambda g, u: g.cumsum(-1) * u, "what aten::cumsum of expert outputs"),
     "random numbers": (lambda g, u: functional.silu(g) * u + torch.rand_like(g), "rand_like"),
     "half of the output": (lambda g, u: functional.silu(g), "only a part of the first GEMM's output"),
@@ -193,7 +196,9 @@ def test_another_tensor_in_the_activation_is_named() -> None:
         return gathered(x, ids, w, w1, w2, act=lambda h1: functional.silu(h1 + scale).chunk(2, -1)[0])
 
     scale = torch.rand(2 * I)
-    study(forward, *operands(torch.float32), scale).refused("`scale`, a tensor besides the first GEMM's output")
+    study(forward, *operands(torch.float32), scale).refused(
+        "`scale`, a tensor besides the first GEMM's output"
+    )
 
 
 # --- the text of a program -------------------------------------------------------------------------------

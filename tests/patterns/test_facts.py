@@ -206,7 +206,9 @@ def test_regroup_keeps_permutations_whole() -> None:
 
 
 def test_regroup_symbolic() -> None:
-    (x,) = study(lambda x: x * 1, torch.randn(T, E), dynamic={0: [0]}).graph_module.graph.find_nodes(op="placeholder")
+    (x,) = study(lambda x: x * 1, torch.randn(T, E), dynamic={0: [0]}).graph_module.graph.find_nodes(
+        op="placeholder"
+    )
     tokens = x.meta["val"].shape[0]
     guards = len(tokens.node.shape_env.guards)
     s = Axis(tokens * K)
@@ -255,7 +257,9 @@ def test_fresh_facts_share_no_axis() -> None:
 
 def test_one_fact_used_twice_is_not_captured() -> None:
     """x[t] * x[t'] summed over t' only: both uses of x have axes of their own."""
-    result = study(lambda w, ids: w[ids] @ w[ids].transpose(-1, -2), torch.randn(E, 3, 5), torch.zeros(T, K).long())
+    result = study(
+        lambda w, ids: w[ids] @ w[ids].transpose(-1, -2), torch.randn(E, 3, 5), torch.zeros(T, K).long()
+    )
     assert result.meaning == "dot(w[<ids[t k]> 3 5], w[<ids[t k]> 3' 5]; 5) over t, k, 3, 3'"
 
 

@@ -11,8 +11,8 @@ from tests.patterns.spelling import (
     H,
     K,
     S,
-    T,
     Study,
+    T,
     ffn,
     gathered,
     offsets,
@@ -138,7 +138,10 @@ NO_SUM: dict[str, tuple[Combine, str]] = {
         lambda x, r, p: nothing(S + 1).index_put((p,), r)[:S].view(T, K, H).sum(1),
         "written into a tensor with other rows besides",
     ),
-    "by the slot": (lambda x, r, p: nothing(S).index_add(0, p, r), "is not indexed by the token of each slot"),
+    "by the slot": (
+        lambda x, r, p: nothing(S).index_add(0, p, r),
+        "is not indexed by the token of each slot",
+    ),
     "by the place in the token": (
         lambda x, r, p: nothing(K).index_add(0, p % K, r),
         "is not indexed by the token of each slot",
@@ -222,8 +225,14 @@ DENSE_REFUSED: dict[str, tuple[Callable[[], Study], str]] = {
     "unchosen experts count a little": (lambda: dense("output", fill=0.5), "were not chosen add something"),
     "an expert of zero is not zero": (lambda: dense("input", bias=1.0), "were not chosen add something"),
     "mean over the experts": (lambda: dense("input", total=lambda r: r.mean(0)), "reduced by mean"),
-    "half of the experts": (lambda: dense("output", total=lambda r: r[:2].sum(0)), "not summed over exactly the experts"),
-    "sum over the tokens": (lambda: dense("input", total=lambda r: r.sum(1)), "not summed over exactly the experts"),
+    "half of the experts": (
+        lambda: dense("output", total=lambda r: r[:2].sum(0)),
+        "not summed over exactly the experts",
+    ),
+    "sum over the tokens": (
+        lambda: dense("input", total=lambda r: r.sum(1)),
+        "not summed over exactly the experts",
+    ),
     "two routings": (lambda: dense("output", again=True), "scores of two different routings"),
 }
 

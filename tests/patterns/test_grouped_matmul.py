@@ -70,13 +70,13 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
         "offsets of the grouped GEMM are not the running counts of the ids",
     ),
     "offsets of other arithmetic": (
-        lambda x, ids, other, w: gmm(in_expert_order(x, ids), w, counts(ids).cumsum(0, dtype=torch.int32) * 1 // 1),
+        lambda x, ids, other, w: gmm(
+            in_expert_order(x, ids), w, counts(ids).cumsum(0, dtype=torch.int32) * 1 // 1
+        ),
         "offsets of the grouped GEMM are not the running counts of the ids",
     ),
     "rows sorted by descending expert": (
-        lambda x, ids, other, w: gmm(
-            x[ids.view(-1).argsort(descending=True) // K], w, offsets(ids.view(-1))
-        ),
+        lambda x, ids, other, w: gmm(x[ids.view(-1).argsort(descending=True) // K], w, offsets(ids.view(-1))),
         "rows of the grouped GEMM are not in the order of a sort by expert",
     ),
 }
@@ -122,9 +122,7 @@ GATHERED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], Tensor, st
         "dot(x[t h], w[<ids[t k]> n h]; h) over t, k, n",
     ),
     "weight in expert order": (
-        lambda x, ids, w: torch.bmm(
-            x[ids.view(-1).argsort() // K].unsqueeze(1), w[ids.view(-1).sort()[0]]
-        ),
+        lambda x, ids, w: torch.bmm(x[ids.view(-1).argsort() // K].unsqueeze(1), w[ids.view(-1).sort()[0]]),
         WIDE,
         "?",
     ),

@@ -94,7 +94,9 @@ def offsets_of_other_ids(x: Tensor, ids: Tensor, w: Tensor, w1: Tensor, w2: Tens
 @case
 def bins_that_are_not_the_ids(x: Tensor, ids: Tensor, w: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
     flat = ids.reshape(-1)
-    counts = torch.histc(flat.float(), bins=E, min=0, max=E + 1)  # lost: histc with 4 bins over 0..5 doesn't count
+    counts = torch.histc(
+        flat.float(), bins=E, min=0, max=5
+    )  # lost: histc with 4 bins over 0..5 doesn't count
     perm = flat.argsort()
     rows = ffn(x[perm // K], counts.cumsum(0, dtype=torch.int32), w1, w2)
     return (rows[perm.argsort()].view(T, K, H) * w.unsqueeze(-1)).sum(1)
@@ -114,7 +116,8 @@ def expert_choice(x: Tensor, ids: Tensor, w: Tensor, w1: Tensor, w2: Tensor) -> 
     values, token = torch.einsum("th,eh->te", x, w1[:, 0]).topk(3, dim=0)
     h1 = torch.bmm(x[token.t()], w1.transpose(1, 2))
     rows = torch.bmm(swiglu(h1), w2.transpose(1, 2)) * values.t().unsqueeze(-1)
-    return torch.zeros_like(x).index_add(0, token.t().reshape(-1), rows.view(-1, H))  # lost: expert-choice routing
+    token, rows = token.t().reshape(-1), rows.view(-1, H)
+    return torch.zeros_like(x).index_add(0, token, rows)  # lost: expert-choice routing
 
 
 @case
@@ -173,7 +176,7 @@ def two_routings(x: Tensor, ids: Tensor, w: Tensor, w1: Tensor, w2: Tensor) -> T
 def weights_at_two_places(x: Tensor, ids: Tensor, w: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
     h1 = torch.einsum("th,tkoh->tko", x, w1[ids])
     rows = torch.einsum("tki,tkoi->tko", swiglu(h1) * w.unsqueeze(-1), w2[ids])
-    return (rows * w.unsqueeze(-1)).sum(1)  # lost: routing weights at several places of the layer: output, mid
+    return (rows * w.unsqueeze(-1)).sum(1)  # lost: routing weights at several places of the layer
 
 
 @case
@@ -195,13 +198,15 @@ def unchosen_experts_count(x: Tensor, ids: Tensor, w: Tensor, w1: Tensor, w2: Te
     chosen = torch.einsum("th,eh->te", x, w1[:, 0]).topk(K)[1]
     scores = torch.full((T, E), 0.1, dtype=x.dtype).scatter(1, chosen, w).t().unsqueeze(-1)
     h1 = torch.bmm(x.expand(E, T, H) * scores, w1.transpose(1, 2))
-    return torch.bmm(swiglu(h1), w2.transpose(1, 2)).sum(0)  # lost: experts that were not chosen add something
+    return torch.bmm(swiglu(h1), w2.transpose(1, 2)).sum(0)  # lost: were not chosen add something
 
 
 def to_blame(function: Layer) -> tuple[int, str]:
     """(the line with the comment, its words)."""
     lines, start = inspect.getsourcelines(function)
-    found = [(start + i, words[1]) for i, line in enumerate(lines) if (words := re.search(r"# lost: (.*)", line))]
+    found = [
+        (start + i, match[1]) for i, line in enumerate(lines) if (match := re.search("# lost: (.*)", line))
+    ]
     assert len(found) == 1
     return found[0]
 

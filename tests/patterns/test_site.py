@@ -6,7 +6,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.patterns.spelling import E, H, I, K, Study, T, ffn, gathered, grouped, offsets, operands, study, swiglu
+from tests.patterns.spelling import (
+    E,
+    H,
+    I,
+    K,
+    Study,
+    T,
+    ffn,
+    gathered,
+    grouped,
+    offsets,
+    operands,
+    study,
+    swiglu,
+)
 
 X, IDS, W, W1, W2 = operands(torch.float32)
 SCALE = torch.rand(E, generator=torch.Generator().manual_seed(2)) + 0.5
@@ -41,7 +55,9 @@ def middle(factor: Callable[[Tensor], Tensor]) -> Layer:
 
 
 def inputs(factor: Callable[[Tensor], Tensor]) -> Layer:
-    return lambda x, ids, w, w1, w2: second(swiglu(first(x.unsqueeze(1) * factor(w), ids, w1)), ids, w2).sum(1)
+    return lambda x, ids, w, w1, w2: second(swiglu(first(x.unsqueeze(1) * factor(w), ids, w1)), ids, w2).sum(
+        1
+    )
 
 
 def wide(w: Tensor) -> Tensor:
@@ -277,7 +293,13 @@ def test_biases(name: str) -> None:
 
 def test_what_the_spec_says() -> None:
     spec = layer(gathered).site.spec
-    assert (spec.num_experts, spec.top_k, spec.hidden, spec.intermediate, spec.out_features) == (E, K, H, I, H)
+    assert (spec.num_experts, spec.top_k, spec.hidden, spec.intermediate, spec.out_features) == (
+        E,
+        K,
+        H,
+        I,
+        H,
+    )
     assert (spec.x_dtype, spec.expert_dtype, spec.router_dtype, spec.output_dtype) == (torch.float32,) * 4
     assert not spec.ids_checked, "ids are an input: nobody knows their range"
 
@@ -300,7 +322,11 @@ def test_dtypes_are_read_from_the_graph() -> None:
 
     x, ids, w, w1, w2 = operands()
     spec = study(mixed, x.float(), ids, w.float(), w1, w2).site.spec
-    assert (spec.x_dtype, spec.expert_dtype, spec.router_dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+    assert (spec.x_dtype, spec.expert_dtype, spec.router_dtype) == (
+        torch.bfloat16,
+        torch.bfloat16,
+        torch.float32,
+    )
     assert spec.output_dtype == torch.float32
 
 
@@ -340,27 +366,38 @@ NO_LAYER: dict[str, tuple[Layer, str]] = {
     ),
     "weights cast after they were selected": (
         lambda x, ids, w, w1, w2: (
-            second(swiglu(torch.einsum("th,tkoh->tko", x.double(), w1[ids].double())).float(), ids, w2) * wide(w)
+            second(swiglu(torch.einsum("th,tkoh->tko", x.double(), w1[ids].double())).float(), ids, w2)
+            * wide(w)
         ).sum(1),
         "expert weights `w1` are cast after they were selected",
     ),
     "no first GEMM": (
-        lambda x, ids, w, w1, w2: (torch.einsum("ti,tkoi->tko", x[:, :H].repeat(1, 2)[:, :I], w2[ids]) * wide(w)).sum(1),
+        lambda x, ids, w, w1, w2: (
+            torch.einsum("ti,tkoi->tko", x[:, :H].repeat(1, 2)[:, :I], w2[ids]) * wide(w)
+        ).sum(1),
         "no first expert GEMM feeds the second one",
     ),
     "rows of the neighbour token for gate": (
         lambda x, ids, w, w1, w2: (
-            second(torch.nn.functional.silu(first(x.roll(1, 0), ids, w1[:, :I])) * first(x, ids, w1[:, I:]), ids, w2)
+            second(
+                torch.nn.functional.silu(first(x.roll(1, 0), ids, w1[:, :I])) * first(x, ids, w1[:, I:]),
+                ids,
+                w2,
+            )
             * wide(w)
         ).sum(1),
         "gate and up GEMM read different rows",
     ),
     "two layers in one sum": (
-        lambda x, ids, w, w1, w2: (second(swiglu(first(x, ids, w1)), ids, w2) + second(swiglu(first(x, ids, w1)), ids, w2)).sum(1),
+        lambda x, ids, w, w1, w2: (
+            second(swiglu(first(x, ids, w1)), ids, w2) + second(swiglu(first(x, ids, w1)), ids, w2)
+        ).sum(1),
         "aten.add.Tensor (`add`) stands between the second expert GEMM and the combine",
     ),
     "a residual inside the sum": (
-        lambda x, ids, w, w1, w2: ((second(swiglu(first(x, ids, w1)), ids, w2) + x.unsqueeze(1)) * wide(w)).sum(1),
+        lambda x, ids, w, w1, w2: (
+            (second(swiglu(first(x, ids, w1)), ids, w2) + x.unsqueeze(1)) * wide(w)
+        ).sum(1),
         "aten.add.Tensor (`add`) stands between the second expert GEMM and the combine",
     ),
 }
@@ -374,9 +411,13 @@ def test_no_layer(name: str) -> None:
 
 def test_rows_that_differ_between_the_slots_are_tokens_of_their_own() -> None:
     """One slot for each of T K rows; the sum over the slots stays behind the node."""
-    result = layer(lambda x, ids, w, w1, w2: second(swiglu(first(x.unsqueeze(1) + wide(w), ids, w1)), ids, w2).sum(1))
+    result = layer(
+        lambda x, ids, w, w1, w2: second(swiglu(first(x.unsqueeze(1) + wide(w), ids, w1)), ids, w2).sum(1)
+    )
     assert result.site.spec.top_k == 1
-    assert result.fused().graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.sum.dim_IntList)
+    assert result.fused().graph_module.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.sum.dim_IntList
+    )
 
 
 def test_as_many_tokens_as_slots_per_token() -> None:
@@ -393,12 +434,21 @@ def test_as_many_tokens_as_slots_per_token() -> None:
 
 def test_sum_over_tokens_where_tokens_and_slots_are_as_many() -> None:
     x, ids, w, w1, w2 = operands(torch.float32, tokens=K)
-    wrong = study(lambda x, ids, w, w1, w2: (second(swiglu(first(x, ids, w1)), ids, w2) * wide(w)).sum(0), x, ids, w, w1, w2)
+    wrong = study(
+        lambda x, ids, w, w1, w2: (second(swiglu(first(x, ids, w1)), ids, w2) * wide(w)).sum(0),
+        x,
+        ids,
+        w,
+        w1,
+        w2,
+    )
     wrong.refused("is not indexed by the token of each slot")
 
 
 def test_two_layers_are_two_sites() -> None:
-    result = study(lambda x, ids, w, w1, w2: gathered(gathered(x, ids, w, w1, w2), ids, w, w1, w2), X, IDS, W, W1, W2)
+    result = study(
+        lambda x, ids, w, w1, w2: gathered(gathered(x, ids, w, w1, w2), ids, w, w1, w2), X, IDS, W, W1, W2
+    )
     assert len(result.lifted.sites) == 2
     one, two = result.lifted.sites
     assert one.node < two.node

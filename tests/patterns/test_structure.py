@@ -27,7 +27,6 @@ MOVES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "negative dims": (lambda x, ids: x[slots(ids)].transpose(-1, -2), "x[t h] over h, P(t k)"),
     "clone": (lambda x, ids: x[slots(ids)].clone(), "x[t h] over P(t k), h"),
     "contiguous": (lambda x, ids: x[slots(ids)].t().contiguous().t(), "x[t h] over P(t k), h"),
-    "detach": (lambda x, ids: x[slots(ids)].detach(), "x[t h] over P(t k), h"),
     "expand": (lambda x, ids: x[slots(ids)].unsqueeze(0).expand(3, S, H), "x[t h] over 3, P(t k), h"),
     "expand by -1": (lambda x, ids: x[slots(ids)].unsqueeze(0).expand(3, -1, -1), "x[t h] over 3, P(t k), h"),
     "repeat": (lambda x, ids: x[slots(ids)].repeat(1, 3), "x[t h] over P(t k), 3 h"),
@@ -112,4 +111,6 @@ def test_halves_of_the_first_gemm() -> None:
     for half in spellings:
         result = study(lambda x, ids, w: half(torch.einsum("th,tkoh->tko", x, w[ids])), X, IDS, W1)  # noqa: B023
         expected = ("24:1(i)", "1:1() i")
-        assert any(result.meaning == f"dot(x[t h], w[<ids[t k]> {part} h]; h) over t, k, i" for part in expected)
+        assert any(
+            result.meaning == f"dot(x[t h], w[<ids[t k]> {part} h]; h) over t, k, i" for part in expected
+        )
