@@ -163,7 +163,7 @@ def _unused_excludes(options: Options, result: FuseResult) -> str:
     unused = [p for p in options.exclude if not any(Options(exclude=(p,)).excluded(path) for path in paths)]
     if not unused:
         return ""
-    known = ", ".join(paths) or "none"
+    known = ", ".join(path or "(root)" for path in paths) or "none"
     note = f"exclude patterns that match no MoE layer of this graph: {', '.join(unused)} (layers: {known})"
     log.warning(note)
     return note

@@ -129,7 +129,10 @@ def describe(
     tokens = _token_axes(x, hidden, ids, slots)
     position = _position(outputs, mids, inputs)
     _check_weights([*outputs, *mids, *inputs], {*tokens, *slots})
-    features = in_order(second.weight, _output_features(dims, tokens))
+    own = _output_features(dims, tokens)
+    features = in_order(second.weight, own)
+    if set(features) != set(own):
+        raise Conflict("the output has dimensions besides the token's and the features")
     for leaf, axes in ((second.weight, second.over), (second.weight, features), (second.bias, features)):
         if leaf is not None:
             demand_whole(leaf, axes)
