@@ -8,6 +8,7 @@ result = moefuse.fuse(graph_module)               # the passes alone
 from moefuse._version import __version__
 from moefuse.api import Fused, explain, fuse
 from moefuse.graph.capture import CaptureError
+from moefuse.onegraph import compile
 from moefuse.options import OptionError, Options
 from moefuse.passes.pipeline import RejectedError
 from moefuse.report.journal import reports
@@ -23,6 +24,7 @@ __all__ = [
     "RejectedError",
     "Report",
     "__version__",
+    "compile",
     "explain",
     "fuse",
     "reports",

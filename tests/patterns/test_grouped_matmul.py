@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.patterns.spelling import E, H, K, Study, T, offsets, operands, study
+from tests.patterns.spelling import E, H, I, K, T, offsets, operands, study
 
-X, IDS, W, W1, _ = operands()
+X, IDS, _, W1, W2 = operands()
 WIDE = W1.transpose(1, 2).contiguous()
 """The first weight with in-features first, [E, H, 2 I]."""
 
@@ -174,14 +174,15 @@ def test_products_without_routing_stay_opaque() -> None:
         assert not result.lifted.losses
 
 
-def dense_layer_behind(x: Tensor, ids: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+def dense_layer_behind(x: Tensor, ids: Tensor, w: Tensor, w2: Tensor, bias: Tensor) -> Tensor:
     rows = torch.bmm(x.repeat_interleave(K, 0).unsqueeze(1), w[ids.view(-1)]).squeeze(1)
-    return torch.addmm(bias, rows, w[0].t())
+    rows = torch.bmm(rows[:, :I].unsqueeze(1), w2[ids.view(-1)].transpose(1, 2)).squeeze(1)
+    return torch.addmm(bias, rows, w[0, :, :H]).view(T, K, H).sum(1)
 
 
-def test_a_dense_layer_over_expert_rows_is_named() -> None:
-    result: Study = study(dense_layer_behind, X, IDS, WIDE, W1[0, 0])
-    result.refused("expert outputs enter a dense layer before they are combined")
+def test_a_dense_layer_over_expert_rows_is_no_part_of_the_layer() -> None:
+    result = study(dense_layer_behind, X, IDS, WIDE, W2, W1[0, 0])
+    result.refused("stands between the second expert GEMM and the combine")
 
 
 def test_sizes_that_collide_are_told_apart() -> None:

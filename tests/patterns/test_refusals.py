@@ -94,9 +94,7 @@ def offsets_of_other_ids(x: Tensor, ids: Tensor, w: Tensor, w1: Tensor, w2: Tens
 @case
 def bins_that_are_not_the_ids(x: Tensor, ids: Tensor, w: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
     flat = ids.reshape(-1)
-    counts = torch.histc(
-        flat.float(), bins=E, min=0, max=5
-    )  # lost: histc with 4 bins over 0..5 doesn't count
+    counts = torch.histc(flat.float(), E, 0, 5)  # lost: histc with 4 bins over 0..5 doesn't count
     perm = flat.argsort()
     rows = ffn(x[perm // K], counts.cumsum(0, dtype=torch.int32), w1, w2)
     return (rows[perm.argsort()].view(T, K, H) * w.unsqueeze(-1)).sum(1)

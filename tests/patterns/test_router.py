@@ -137,7 +137,7 @@ def test_other_ranges_are_no_one_hot(range_: Tensor) -> None:
 
 def test_a_constant_and_a_range() -> None:
     assert study(lambda x: torch.full((T, 2), 2.5), W).meaning == "2.5 over t, k"
-    assert study(torch.zeros_like, W).meaning == "0 over t, k"
+    assert study(lambda x: torch.zeros_like(x, dtype=torch.float64), W).meaning == "0 over t, k"
     assert study(lambda x: torch.ones(T, 1), W).meaning == "1 over t, 1"
     assert study(lambda x: torch.arange(T), W).meaning == "pos(t) over t"
     assert study(lambda x: torch.arange(1.0 * T), W).meaning == "?"

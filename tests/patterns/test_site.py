@@ -121,7 +121,7 @@ def test_a_scale_per_expert_joins_the_routing_weight(place: str) -> None:
 
     result = study(forward, X, IDS, W, W1, W2, SCALE)
     assert result.site.spec.weight_position == place
-    assert len(result.site.weights) == 2
+    assert len(result.site.layer.weights) == 2
     result.fused()
 
 
@@ -134,7 +134,7 @@ def test_weights_in_expert_order() -> None:
 
     x, ids, w, w1, w2 = operands()
     result = study(forward, x, ids, w, w1, w2, SCALE.bfloat16())
-    assert len(result.site.weights) == 2
+    assert len(result.site.layer.weights) == 2
     result.fused()
 
 
@@ -188,7 +188,7 @@ def test_weights_of_another_slot_order_are_no_weights_of_the_slots() -> None:
     """[K, T] weights viewed as [T, K]: the view cuts both axes and becomes a tensor of its own."""
     result = layer(output(lambda w: wide(w.t().reshape(T, K))))
     result.fused()
-    (weight,) = result.site.weights
+    (weight,) = result.site.layer.weights
     assert weight.node.name != "weights"  # type: ignore[attr-defined]
 
 
@@ -222,7 +222,7 @@ def test_where_gate_and_up_lie(name: str) -> None:
     result = layer(function)
     assert result.site.spec.gate_up == gate_up
     assert result.site.spec.intermediate == I
-    assert len(result.site.weight1) == 1
+    assert len(result.site.layer.weight1) == 1
     result.fused()
 
 
@@ -234,7 +234,7 @@ def separate(x: Tensor, ids: Tensor, w: Tensor, wg: Tensor, wu: Tensor, w2: Tens
 def test_gate_and_up_of_their_own() -> None:
     result = study(separate, X, IDS, W, W1[:, :I].clone(), W1[:, I:].clone(), W2)
     assert result.site.spec.gate_up == "separate"
-    assert [leaf.node.name for leaf in result.site.weight1] == ["wg", "wu"]
+    assert [leaf.node.name for leaf in result.site.layer.weight1] == ["wg", "wu"]
     result.fused()
 
 
@@ -353,7 +353,7 @@ def test_more_than_one_token_dimension() -> None:
         return (torch.einsum("btki,btkoi->btko", act, w2[ids]) * wide(w)).sum(2)
 
     result = study(forward, X.view(2, 3, H), IDS.view(2, 3, K), W.view(2, 3, K), W1, W2)
-    assert len(result.site.tokens) == 2
+    assert len(result.site.layer.tokens) == 2
     result.fused()
 
 
