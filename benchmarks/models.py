@@ -13,7 +13,6 @@ import argparse
 import json
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -59,24 +58,16 @@ def run(arguments: argparse.Namespace) -> list[Cell]:
     cells: list[Cell] = []
     print(HEADER, flush=True)
     for model, implementation, dtype, dynamic in groups(arguments):
-        try:
-            new = harness.run_cells(
-                model,
-                implementation,
-                dtype,
-                dynamic=dynamic,
-                inner=arguments.inner,
-                lengths=arguments.lengths,
-                seeds=arguments.seeds,
-                count=arguments.count,
-            )
-        except Exception as error:  # the matrix goes on, and shows this cell
-            traceback.print_exc()
-            broken = Cell(model, implementation, str(dtype)[6:], bool(dynamic), 0, arguments.inner)
-            broken.failures.append(
-                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            )
-            new = [broken]
+        new = harness.run_cells(
+            model,
+            implementation,
+            dtype,
+            dynamic=dynamic,
+            inner=arguments.inner,
+            lengths=arguments.lengths,
+            seeds=arguments.seeds,
+            count=arguments.count,
+        )
         for cell in new:
             print(line(cell), flush=True)
         cells += new

@@ -7,6 +7,7 @@ caches, CUDA graphs and guards on equal parameters behave as they would without 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -56,8 +57,8 @@ def compile_inner(
         _copy_dynamo_facts(original, gm)
     # Capture wrote every cast into the graph. With autocast on, the compiler, and fallback kernels
     # at run time, would cast a second time, also inside regions that had switched it off.
-    ambient = torch._C._is_any_autocast_enabled()
-    with torch._C._DisableAutocast():
+    ambient = original is not None and torch._C._is_any_autocast_enabled()
+    with torch._C._DisableAutocast() if ambient else contextlib.nullcontext():
         run = gm.forward if inner == "eager" else _inductor(gm, example_inputs, inductor_options)
     return _without_autocast(run) if ambient else run
 

@@ -26,6 +26,19 @@ class Experts(torch.nn.Module):
         return rows.amax(1) if self.combine == "amax" else rows.sum(1)
 
 
+class Routed(torch.nn.Module):
+    """Experts behind a bare top-k: once fused, Inductor has no kernel of its own to compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Experts()
+        self.requires_grad_(False)
+
+    def forward(self, x: Tensor, logits: Tensor) -> Tensor:
+        weights, ids = logits.topk(K)
+        return self.experts(x, ids, weights)
+
+
 class Block(torch.nn.Module):
     """Router, experts, residual; counts its runs in a buffer."""
 

@@ -175,13 +175,17 @@ def expert_rows(site: Site) -> set[Node]:
 
 
 def _region(site: Site) -> set[Node]:
-    """The ancestors of the site's node down to the operands, which are not part of it."""
+    """The ancestors of the site's node down to the operands and the first GEMM: nothing earlier holds a row.
+
+    An operand may be missing on some path (the base of an index_add, a size): the walk must not go up the model.
+    """
     operands = {leaf.node for leaf in operand_leaves(site)}
+    first = min(site.gemms)
     region: set[Node] = set()
     stack = list(site.node.all_input_nodes)
     while stack:
         node = stack.pop()
-        if node in region or node in operands or node.op == "placeholder":
+        if node in region or node in operands or node < first:
             continue
         region.add(node)
         stack.extend(node.all_input_nodes)

@@ -10,8 +10,8 @@ import torch
 from torch.fx import Graph, Node
 
 from moefuse.graph.source import common_layer, layer_of
-from moefuse.patterns.engine import Lifted, gemms_of, lift
-from moefuse.patterns.facts import Fact, Leaf, Lost
+from moefuse.patterns.engine import Lifted, lift
+from moefuse.patterns.facts import Dot, Fact, Leaf, Lost
 from moefuse.patterns.rules import op_name, value
 from moefuse.patterns.site import Site
 
@@ -39,11 +39,12 @@ def find(graph: Graph, parameters: frozenset[str]) -> list[Candidate]:
         if node not in taken and _expert_like(node, lifted, parameters):
             groups.setdefault(layer_of(node), []).append(node)
     covered = {layer_of(gemm) for gemm in taken}
+    first_loss = _first_losses(graph, lifted) if groups else {}
     lost: dict[tuple[Node, str], list[Node]] = {}
     for layer, gemms in groups.items():
         if layer in covered and layer:
             continue  # a leftover product beside a complete layer in the same module (a shared expert, a norm)
-        lost.setdefault(_why(gemms, lifted), []).extend(gemms)
+        lost.setdefault(_why(gemms, lifted, first_loss), []).extend(gemms)
     found += [Candidate(common_layer(gemms), node, None, reason) for (node, reason), gemms in lost.items()]
     return sorted(found, key=lambda candidate: candidate.node)
 
@@ -53,7 +54,7 @@ def _expert_like(node: Node, lifted: Lifted, parameters: frozenset[str]) -> bool
     if op_name(node) in GROUPED:
         return True
     fact = lifted.facts.get(node)
-    if isinstance(fact, Fact) and node in gemms_of(fact.expr):
+    if isinstance(fact, Fact) and isinstance(fact.expr, Dot) and fact.expr.expert and fact.expr.node is node:
         return True
     if op_name(node) not in BATCHED:
         return False
@@ -66,30 +67,28 @@ def _stacked_parameter(node: Node, lifted: Lifted, parameters: frozenset[str]) -
     return root.name in parameters and isinstance(value(root), torch.Tensor) and value(root).dim() == 3
 
 
-def _why(gemms: list[Node], lifted: Lifted) -> tuple[Node, str]:
+def _why(gemms: list[Node], lifted: Lifted, first_loss: dict[Node, Node]) -> tuple[Node, str]:
     """The first loss that concerns a layer: at its GEMMs or behind them, by the order of the graph."""
-    downstream = _reached(gemms)
-    losses = sorted((node for node in lifted.losses if node in downstream), key=lambda node: node)
-    if not losses:
+    reached = [first_loss[gemm] for gemm in gemms if gemm in first_loss]
+    if not reached:
         text = "no rule connects its weights to a routing: no sorted, gathered or scattered ids reach it"
         return gemms[0], f"`{gemms[0].name}`: {text}"
-    loss = lifted.losses[losses[0]]
+    loss = lifted.losses[min(reached)]
     return loss.root.node, explain(loss)
+
+
+def _first_losses(graph: Graph, lifted: Lifted) -> dict[Node, Node]:
+    """For each node that reaches a loss: the first one, by the order of the graph. One pass for all layers."""
+    first: dict[Node, Node] = {}
+    for node in reversed(graph.nodes):
+        if node in lifted.losses:
+            first[node] = node
+        elif reached := [first[user] for user in node.users if user in first]:
+            first[node] = min(reached)
+    return first
 
 
 def explain(loss: Lost) -> str:
     """A loss in words, with the chain of causes: `what`, because `node`: `what` ..."""
     text = f"`{loss.node.name}`: {loss.reason}"
     return text if loss.cause is None else f"{text}, because {explain(loss.cause)}"
-
-
-def _reached(gemms: list[Node]) -> set[Node]:
-    """The GEMMs and all that depends on them."""
-    reached = set(gemms)
-    stack = list(gemms)
-    while stack:
-        for user in stack.pop().users:
-            if user not in reached:
-                reached.add(user)
-                stack.append(user)
-    return reached

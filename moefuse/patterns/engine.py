@@ -42,6 +42,11 @@ SHAPE_ONLY = {"aten::empty_like", "aten::new_empty", "aten::sym_size", "aten::sy
 """Operators that read no element of their operand: nothing is lost in them."""
 
 
+MOST_PARTS = 128
+"""Expressions of real layers have some 30 parts (gpt-oss). Without a bound, `h = h * sigmoid(h)` over and over would
+double an expression with every node; and deep ones overflow Python's stack."""
+
+
 @dataclass
 class Lifted:
     """sites: complete layers, in graph order; losses: by node; facts: what is known of each node."""
@@ -63,6 +68,8 @@ class Lifter:
         self.result = Lifted()
         self.forced = False
         self._opened: dict[Leaf, Expr | None] = {}
+        self._single: dict[Node, Site] = {}
+        """Nodes that are complete layers of one slot per token, so far: what follows may still belong to them."""
 
     # --- what rules ask for ------------------------------------------------------------------------------
 
@@ -120,26 +127,67 @@ class Lifter:
             if node.op == "call_function":
                 self._visit(node)
         self._close_loops(graph)
-        self._close_single_slot(graph)
+        self._close_single_slot()
         self.result.sites.sort(key=_position(graph))
         return self.result
 
     def _visit(self, node: Node) -> None:
         try:
             outcome = self._outcome(node)
+            if isinstance(outcome, Fact):
+                self._check(node, outcome)
         except Conflict as conflict:
-            self._lose(node, conflict)
+            if self._ended_before(node):
+                self._visit(node)
+            else:
+                self._lose(node, conflict)
             return
         if isinstance(outcome, tuple) and any(outcome):
             self.result.facts[node] = outcome
-        if not isinstance(outcome, Fact):
-            if outcome is None:
-                self._forget(node)
+        if isinstance(outcome, Fact):
+            if not isinstance(outcome.expr, Sum) or not outcome.expr.hard:
+                self.result.facts[node] = outcome
+        elif outcome is None:
+            self._forget(node)
+
+    def _check(self, node: Node, fact: Fact) -> None:
+        """Close or note complete layers. Conflict where the fact is no part of one, or not any more."""
+        expr = fact.expr
+        if expr.weight > MOST_PARTS:
+            raise Conflict(f"expert outputs in an expression of more than {MOST_PARTS} operations")
+        if not expr.hard or fact.sorted or isinstance(expr, Cases):
             return
-        if isinstance(outcome.expr, Sum) and outcome.expr.hard:
-            self._close(node, outcome)
+        if isinstance(expr, Sum):
+            self.result.sites.append(assemble(self, node, expr, fact.dims))
             return
-        self.result.facts[node] = outcome
+        try:
+            self._single[node] = assemble(self, node, expr, fact.dims)
+        except Conflict:
+            if any(self._may_end(arg) for arg in node.all_input_nodes):
+                raise
+
+    def _may_end(self, node: Node) -> bool:
+        """True for a node that is a whole layer without a sum: one slot per token, or a loop over experts."""
+        known = self.result.facts.get(node)
+        return (
+            isinstance(known, Fact)
+            and not known.sorted
+            and (node in self._single or isinstance(known.expr, Cases))
+        )
+
+    def _ended_before(self, node: Node) -> bool:
+        """Close the layers whose last node is an operand: to what follows they are opaque tensors.
+
+        Without this a residual stream would carry the expressions of all layers before.
+        """
+        ended = [arg for arg in node.all_input_nodes if self._may_end(arg)]
+        for arg in ended:
+            fact = self.result.facts.pop(arg)
+            if arg in self._single:
+                self.result.sites.append(self._single.pop(arg))
+            elif isinstance(fact, Fact):
+                self._close(arg, fact)
+        return bool(ended)
 
     def _outcome(self, node: Node) -> Outcome:
         if op_name(node) == "getitem":
@@ -159,40 +207,27 @@ class Lifter:
             self._lose(node, conflict)
 
     def _close_loops(self, graph: Graph) -> None:
-        """A loop over experts ends at the first node that holds all of its cases."""
+        """A loop over experts ends at the first node that holds its last case."""
+        taken = {gemm for site in self.result.sites for gemm in site.gemms}
         ends: dict[Node, tuple[Node, Fact]] = {}
+        continued: set[Node] = set()
         for node in graph.nodes:
             fact = self.result.facts.get(node)
             if not isinstance(fact, Fact) or not isinstance(fact.expr, Cases) or fact.sorted:
                 continue
-            start = min(gemms_of(fact.expr))
-            known = ends.get(start)
-            if known is None or len(fact.expr.cases) > len(known[1].expr.cases):  # type: ignore[attr-defined]
-                ends[start] = (node, fact)
-        for node, fact in ends.values():
-            self._close(node, fact)
+            ends.setdefault(fact.expr.case.source, (node, fact))
+            before = self.result.facts.get(fact.expr.earlier) if fact.expr.earlier is not None else None
+            if isinstance(before, Fact) and isinstance(before.expr, Cases):
+                continued.add(before.expr.case.source)
+        for source, (node, fact) in ends.items():
+            if source not in continued and not gemms_of(fact.expr) & taken:
+                self._close(node, fact)
 
-    def _close_single_slot(self, graph: Graph) -> None:
-        """K = 1 needs no sum: the last node that is a complete layer is the output."""
+    def _close_single_slot(self) -> None:
+        """Layers of one slot at the end of the graph, or read only by what has no meaning."""
         taken = {gemm for site in self.result.sites for gemm in site.gemms}
-        closed: dict[Node, Site] = {}
-        for node in graph.nodes:
-            fact = self.result.facts.get(node)
-            if (
-                not isinstance(fact, Fact)
-                or not fact.expr.hard
-                or fact.sorted
-                or isinstance(fact.expr, Cases)
-            ):
-                continue
-            if gemms_of(fact.expr) & taken:
-                continue
-            try:
-                closed[node] = assemble(self, node, fact.expr, fact.dims)
-            except Conflict:
-                continue
-        for node, site in closed.items():
-            if not any(user in closed for user in node.users):
+        for node, site in self._single.items():
+            if not site.gemms & taken and not any(user in self._single for user in node.users):
                 self.result.sites.append(site)
 
     # --- losses ------------------------------------------------------------------------------------------

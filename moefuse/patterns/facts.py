@@ -123,6 +123,11 @@ class Expr:
             found |= part.axes
         return frozenset(found - set(self.bound()))
 
+    @cached_property
+    def weight(self) -> int:
+        """How many expressions stand in here, itself included; shared ones count each time."""
+        return 1 + sum(part.weight for part in self.parts())
+
     def bound(self) -> tuple[Axis, ...]:
         """The axes that this expression sums over."""
         return ()
@@ -258,25 +263,27 @@ class Case:
 
 @dataclass(frozen=True)
 class Cases(Expr):
-    """The sum of what single experts add (a loop over experts, unrolled), added to the node `base`.
+    """What the experts of an unrolled loop have added so far: one expert's case, on top of what node `earlier` holds.
 
-    terms: as in `Sum`.
+    place: the index at which this case is added, one group per dimension of the output, in the free axes.
+    base: the node that the first case was added to, None for zeros. terms: as in `Sum`.
+    The cases before are not repeated here: a loop over 128 experts would hold 128^2 of them.
     """
 
-    cases: tuple[Case, ...]
+    case: Case
+    place: Dims
+    earlier: Node | None = None
     base: Node | None = None
     terms: torch.dtype | None = field(default=None, compare=False)
 
     def parts(self) -> Iterator[Expr]:
-        for case in self.cases:
-            yield from (case.ids, case.rows)
+        yield from (self.case.ids, self.case.rows)
+
+    def groups(self) -> Iterator[Group]:
+        yield from self.place
 
     def bound(self) -> tuple[Axis, ...]:
-        return tuple(axis for case in self.cases for axis in case.slots)
-
-    def rebuilt(self, change: Callable[[Expr], Expr]) -> Expr:
-        cases = (Case(c.source, c.expert, change(c.ids), change(c.rows), c.slots) for c in self.cases)
-        return Cases(tuple(cases), self.base, self.terms)
+        return self.case.slots
 
 
 @dataclass(frozen=True)
@@ -433,6 +440,13 @@ def _bind_leaf(expr: Leaf, binding: Binding) -> Expr:
     return Leaf(expr.node, index)
 
 
+def _bind_cases(expr: Cases, binding: Binding) -> Expr:
+    case = expr.case
+    bound = Case(case.source, case.expert, bind(case.ids, binding), bind(case.rows, binding), case.slots)
+    place = tuple(bind_group(group, binding) for group in expr.place)
+    return Cases(bound, place, expr.earlier, expr.base, expr.terms)
+
+
 def _bind_coords(expr: Coords, binding: Binding) -> Expr:
     """One column of coordinates is an index of its own."""
     columns = tuple(bind_group(group, binding) for group in expr.columns)
@@ -449,7 +463,7 @@ _BINDERS: dict[type, Callable[[Any, Binding], Expr]] = {
     Op: lambda e, b: e.rebuilt(lambda part: bind(part, b)),
     Dot: lambda e, b: e.rebuilt(lambda part: bind(part, b)),
     Sum: lambda e, b: e.rebuilt(lambda part: bind(part, b)),
-    Cases: lambda e, b: e.rebuilt(lambda part: bind(part, b)),
+    Cases: _bind_cases,
     Coords: _bind_coords,
     OneHot: lambda e, b: OneHot(bind(e.ids, b), bind_group(e.at, b)),
     Dense: lambda e, b: Dense(bind(e.value, b), bind(e.ids, b), e.slots, bind_group(e.at, b), e.fill),

@@ -61,22 +61,36 @@ def pick_of(group: Group) -> Pick | None:
 def add_case(lift: Lifting, node: Node, base_node: Node, rows: Fact, token: Group, pick: Pick) -> Fact:
     """base[token] += rows, for the slots of one expert: one more case. `token`: over the axes of `pick`."""
     base = lift.fact(base_node)
-    unifier = Unifier()
-    features = rows.dims[1:]
-    before: tuple[Case, ...] = ()
+    earlier: Node | None = None
     kept: Node | None = base_node
     if isinstance(base.expr, Const) and base.expr.value == 0:
         kept = None
     elif isinstance(base.expr, Cases):
-        token = unifier.unify(token, base.dims[0])
-        features = tuple(unifier.unify(a, b) for a, b in zip(rows.dims[1:], base.dims[1:], strict=True))
-        earlier = unifier.expr(base.expr)
+        earlier, kept = base_node, base.expr.base
+    slots = tuple(a for a in pick.over if isinstance(a, Axis) and a not in group_axes(token))
+    place = (token, *rows.dims[1:])
+    case = Case(pick.source, pick.expert, pick.key, rows.expr, slots)
+    return Fact(Cases(case, place, earlier, kept, value(node).dtype), place)
+
+
+def all_cases(lift: Lifting, last: Cases) -> list[Case]:
+    """The cases of a loop in the axes of the last one, latest first."""
+    found = [last.case]
+    current = last
+    while current.earlier is not None:
+        fact = lift.fact(current.earlier)
+        unifier = Unifier()
+        for own, before in zip(current.place, fact.dims, strict=True):
+            unifier.unify(own, before)
+        if not unifier.binding.keys().isdisjoint(
+            axis for group in current.place for axis in group_axes(group)
+        ):
+            raise Conflict("the experts of a loop add to outputs of different shapes")
+        earlier = unifier.expr(fact.expr)
         assert isinstance(earlier, Cases)
-        before, kept = earlier.cases, earlier.base
-    slots = tuple(a for a in unifier.resolve(pick.over) if isinstance(a, Axis) and a not in group_axes(token))
-    case = Case(pick.source, pick.expert, unifier.expr(pick.key), unifier.expr(rows.expr), slots)
-    dims = (unifier.resolve(token), *(unifier.resolve(group) for group in features))
-    return Fact(Cases((*before, case), kept, value(node).dtype), dims)
+        found.append(earlier.case)
+        current = earlier
+    return found
 
 
 def write_back(lift: Lifting, node: Node, index: Fact, rows: Fact) -> Fact:

@@ -7,6 +7,7 @@ is read whole, and no slot is left out.
 """
 
 import functools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -18,6 +19,7 @@ from moefuse.ops.spec import GateUp, MoeSpec, WeightPosition
 from moefuse.patterns.activation import Classified, classify, to_program, upcast
 from moefuse.patterns.facts import (
     Axis,
+    Case,
     Cases,
     Conflict,
     Const,
@@ -31,6 +33,7 @@ from moefuse.patterns.facts import (
     Sum,
     bind,
 )
+from moefuse.patterns.loops import all_cases
 from moefuse.patterns.products import Linear, factors, first_gemms, linear, split_factors, times
 from moefuse.patterns.router import strip_casts, topk_of, walk
 from moefuse.patterns.rules import Lifting, value
@@ -103,9 +106,9 @@ class Site:
 def assemble(lift: Lifting, node: Node, expr: Expr, dims: Dims) -> Site:
     """The layer whose output is `node`. Raises Conflict where the expression isn't a whole MoE layer."""
     if isinstance(expr, Cases):
-        return Site(
-            node, dims, merge(lift, expr, dims), expr.base, expr.terms, tuple(c.source for c in expr.cases)
-        )
+        cases = all_cases(lift, expr)
+        layer = merge(lift, cases, dims)
+        return Site(node, dims, layer, expr.base, expr.terms, tuple(case.source for case in cases))
     if isinstance(expr, Sum):
         return Site(node, dims, describe(lift, expr.body, expr.over, dims), expr.base, expr.terms)
     return Site(node, dims, describe(lift, expr, (), dims))  # one slot per token needs no sum
@@ -158,15 +161,13 @@ def describe(
     )
 
 
-def merge(lift: Lifting, total: Cases, dims: Dims) -> Layer:
+def merge(lift: Lifting, cases: list[Case], dims: Dims) -> Layer:
     """The layer that a loop over experts computes: every expert exactly once, all with the same body."""
-    numbers = [case.expert for case in total.cases]
+    numbers = Counter(case.expert for case in cases)
     for expert in range(max(numbers) + 1):
-        if numbers.count(expert) != 1:
-            raise Conflict(
-                f"the loop adds expert {expert} {numbers.count(expert)} times: a layer has each once"
-            )
-    cases = sorted(total.cases, key=lambda case: case.expert)
+        if numbers[expert] != 1:
+            raise Conflict(f"the loop adds expert {expert} {numbers[expert]} times: a layer has each once")
+    cases = sorted(cases, key=lambda case: case.expert)
     layers = [describe(lift, case.rows, case.slots, dims, case.ids) for case in cases]
     first = layers[0]
     layers = [first, *(_renamed(layer, first, expert) for expert, layer in enumerate(layers[1:], 1))]
@@ -263,6 +264,8 @@ def _token_rows(lift: Lifting, firsts: list[Linear], slots: tuple[Axis, ...]) ->
         elif rows != row or weights != routing:
             raise Conflict("gate and up GEMM read different rows")
     assert rows is not None
+    if rows.hard:
+        raise Conflict("the token rows are the outputs of other experts")
     dtype = value(firsts[0].weight.node).dtype
     if _dtype(rows) != dtype:  # a cast of the whole product, the routing weight included
         rows = Op(torch.ops.aten._to_copy.default, (rows,), (("dtype", dtype),))

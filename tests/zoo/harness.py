@@ -277,7 +277,10 @@ def run_cells(
         for tokens, unfused in zip(lengths, counts, strict=True):
             cell = Cell(model, implementation, str(dtype)[6:], bool(dynamic), tokens, inner)
             cell.unfused_graphs = unfused
-            _measure(cell, module, compiled, kwargs, seen, layers, seeds)
+            try:
+                _measure(cell, module, compiled, kwargs, seen, layers, seeds)
+            except Exception as error:  # the other lengths may well work
+                cell.failures.append(f"{type(error).__name__}: {error}".splitlines()[0])
             cells.append(cell)
     torch._dynamo.reset()
     return cells
