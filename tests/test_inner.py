@@ -128,3 +128,16 @@ def test_caches_hit_for_the_functional_graph() -> None:
             torch.compile(model, backend=backend("inductor"))(x).sum().backward()
     assert counters["aot_autograd"]["autograd_cache_hit"] == 1
     assert counters["aot_autograd"]["autograd_cache_bypass"] == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "off"}], ids=["no MoE", "off"])
+def test_a_graph_left_as_it_is_runs_under_the_autocast_around_it(options: dict[str, str]) -> None:
+    """Only a captured graph holds its casts: any other needs autocast as much as it did before."""
+    x = torch.randn(4, 8)
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        return x @ x.t()
+
+    fused = torch.compile(product, backend="moefuse", options={"inner": "eager", **options})
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert fused(x).dtype == product(x).dtype == torch.bfloat16

@@ -24,11 +24,11 @@ from moefuse.patterns.rules import value
 MAX_CONSTANTS = 8
 """More different numbers than this in one program: no table entry has them; don't try all combinations."""
 
-SAMPLED = frozenset(
-    ("mul", "add", "sub", "rsub", "div", "neg", "pow", "square", "reciprocal", "exp", "log1p", "erf", "tanh")
-    + ("sigmoid", "silu", "gelu", "relu", "softplus", "sqrt", "rsqrt", "abs", "lerp", "addcmul")
-    + ("clamp", "clamp_min", "clamp_max", "minimum", "maximum", "hardtanh")
+SMOOTH = (
+    "mul add sub rsub div neg pow square reciprocal exp log1p erf tanh sigmoid silu gelu softplus sqrt rsqrt"
 )
+KNEED = "relu abs lerp addcmul clamp clamp_min clamp_max minimum maximum hardtanh"
+SAMPLED = frozenset(f"{SMOOTH} {KNEED}".split())
 """Operators of which two functions that agree on all samples are taken to be the same: smooth, or with knees at their
 constants. With any other (comparisons, guards against NaN, roundings) a function may differ where no sample falls."""
 

@@ -63,7 +63,7 @@ class Journal:
 
 
 def _is_empty(report: GraphReport) -> bool:
-    return not report.sites and not report.error
+    return not report.sites and not report.error and not report.note.startswith("mode=")
 
 
 def _announce(report: GraphReport, silent: bool) -> None:
