@@ -103,7 +103,8 @@ def passes(arguments: argparse.Namespace, layers: int) -> dict[str, float]:
         with clocked(found):
             start = time.process_time()
             run = profile.runcall if arguments.profile else lambda f, *args: f(*args)
-            result = run(pipeline.run, captured.graph_module, captured.parameters, Options())
+            run_passes = functools.partial(pipeline.run, training=False)
+            result = run(run_passes, captured.graph_module, captured.parameters, Options())
             found["passes"] = time.process_time() - start
         found.update(result.seconds)
         found["fused"] = sum(layer.fused for layer in result.layers)

@@ -59,8 +59,20 @@ def compile_inner(
     # at run time, would cast a second time, also inside regions that had switched it off.
     ambient = original is not None and torch._C._is_any_autocast_enabled()
     with torch._C._DisableAutocast() if ambient else contextlib.nullcontext():
-        run = gm.forward if inner == "eager" else _inductor(gm, example_inputs, inductor_options)
+        run = _eager(gm) if inner == "eager" else _inductor(gm, example_inputs, inductor_options)
     return _without_autocast(run) if ambient else run
+
+
+def _eager(gm: fx.GraphModule) -> Callable[..., Any]:
+    """Run the graph as it is.
+
+    A view was recorded where fake strides allowed it; the real ones of a dimension of size one may not: a reshape
+    copies there, and only there.
+    """
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+        node.target = torch.ops.aten.reshape.default
+    gm.recompile()
+    return gm.forward
 
 
 def _inductor(

@@ -33,6 +33,11 @@ def layer(
     return forward
 
 
+def regrouped(rows: Tensor, outer: int) -> Tensor:
+    """The features as [outer, inner], read inner first: a permutation that no size tells."""
+    return rows.view(rows.shape[0], outer, -1).transpose(1, 2).reshape(rows.shape)
+
+
 def inputs(scale: float = 1.0) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(T, H, generator=generator) * scale
@@ -57,6 +62,16 @@ ATTACKS = {
     "a constant under the activation": (layer(lambda g, u: functional.silu(g * 0.5) * u), 1.0),
     "gate of the neighbour": (layer(lambda g, u: functional.silu(g.roll(1, -1)) * u), 1.0),
     "up of another slot": (layer(lambda g, u: functional.silu(g) * u.roll(1, 0)), 1.0),
+    "features of both halves in another order": (
+        layer(lambda g, u: functional.silu(regrouped(g, 4)) * regrouped(u, 4)),
+        1.0,
+    ),
+    "features of the gate in another order": (layer(lambda g, u: functional.silu(regrouped(g, 4)) * u), 1.0),
+    "features between the GEMMs in another order": (layer(lambda g, u: regrouped(swiglu(g, u), 6)), 1.0),
+    "features of the rows in another order": (layer(before=lambda rows: regrouped(rows, 2)), 1.0),
+    "the bits of the activation": (layer(lambda g, u: swiglu(g, u).view(torch.int32).float() * 1e-9), 1.0),
+    "an activation divided by a number": (layer(lambda g, u: swiglu(g, u) / 3), 1.0),
+    "rows divided by a number": (layer(before=lambda rows: rows / 3), 1.0),
     "normed rows": (layer(lambda g, u: functional.silu(g) / (g.sum(-1, keepdim=True).abs() + 1) * u), 1.0),
 }
 
