@@ -124,7 +124,9 @@ def main() -> None:
     parser.add_argument("--layouts", default="qwen3_moe,gpt_oss")
     parser.add_argument("--dtypes", default="bfloat16,float32")
     parser.add_argument("--compilers", default=";".join(COMPILERS), help=f"of {'; '.join(COMPILERS)}")
-    parser.add_argument("--one", nargs=4, metavar=("COMPILER", "LAYOUT", "DTYPE", "MIB"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--one", nargs=4, metavar=("COMPILER", "LAYOUT", "DTYPE", "MIB"), help=argparse.SUPPRESS
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.one:
@@ -137,7 +139,9 @@ def main() -> None:
         for dtype in arguments.dtypes.split(","):
             eager = in_process("eager", layout, dtype, str(arguments.mib))
             for compiler in arguments.compilers.split(";"):
-                row = eager if compiler == "eager" else in_process(compiler, layout, dtype, str(arguments.mib))
+                row = (
+                    eager if compiler == "eager" else in_process(compiler, layout, dtype, str(arguments.mib))
+                )
                 share = (row["above"] - eager["above"]) / row["weights"]
                 print(f"{layout:10} {dtype:9} {compiler:24} {row['weights']:8.0f} {row['above']:7.1f}  {share:6.1%}",
                       flush=True)  # fmt: skip

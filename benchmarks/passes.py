@@ -79,9 +79,7 @@ def clocked(seconds: dict[str, float]) -> Iterator[None]:
     gc.callbacks.append(collected)
     try:
         with (
-            mock.patch.object(
-                fx.Graph, OF_FX[0], timed(fx.Graph.eliminate_dead_code, OF_FX[0])
-            ),
+            mock.patch.object(fx.Graph, OF_FX[0], timed(fx.Graph.eliminate_dead_code, OF_FX[0])),
             mock.patch.object(fx.Graph, OF_FX[1], timed(fx.Graph.lint, OF_FX[1])),
             mock.patch.object(fx.GraphModule, OF_FX[2], timed(fx.GraphModule.recompile, OF_FX[2])),
         ):
@@ -125,7 +123,9 @@ def table(arguments: argparse.Namespace) -> None:
     columns = ("nodes", "fused", "canonicalize", "lift", "fuse", *OF_FX, "gc", "passes")
     print(f"{arguments.family}, {arguments.experts_implementation}, {arguments.experts} experts, "
           f"{'symbolic' if arguments.dynamic else 'static'} sizes; CPU milliseconds")  # fmt: skip
-    print("layers" + "".join(f"{name:>{len(name) + 2}}" for name in columns) + "  per layer  us/node  capture")
+    print(
+        "layers" + "".join(f"{name:>{len(name) + 2}}" for name in columns) + "  per layer  us/node  capture"
+    )
     for layers in arguments.layers:
         row = passes(arguments, layers)
         cells = [
@@ -192,7 +192,9 @@ def main() -> None:
     parser.add_argument("--family", default="qwen3_moe", choices=list(FAMILIES))
     parser.add_argument("--experts-implementation", default="grouped_mm")
     parser.add_argument("--experts", type=int, default=128)
-    parser.add_argument("--layers", type=lambda text: [int(n) for n in text.split(",")], default=[2, 8, 24, 48, 94])
+    parser.add_argument(
+        "--layers", type=lambda text: [int(n) for n in text.split(",")], default=[2, 8, 24, 48, 94]
+    )
     parser.add_argument("--dynamic", action="store_true", help="symbolic sizes")
     parser.add_argument("--compile", action="store_true", help="shares of a cold compile")
     parser.add_argument("--profile", action="store_true")

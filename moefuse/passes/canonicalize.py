@@ -30,7 +30,10 @@ def canonicalize(graph: Graph, training: bool) -> int:
             graph.erase_node(node)
         if op_name(node) not in VIEWS:
             continue
-        twin = node.args[0] if _changes_nothing(node) else seen.setdefault(_key(node), node)
+        returned = any(
+            user.op == "output" for user in node.users
+        )  # `x.view(x.shape)` is another tensor object than x
+        twin = node.args[0] if _changes_nothing(node) and not returned else seen.setdefault(_key(node), node)
         if twin is not node and isinstance(twin, Node):
             node.replace_all_uses_with(twin)
             graph.erase_node(node)

@@ -13,14 +13,10 @@ from moefuse.graph import sizes
 from moefuse.passes.emit import Emitter
 from moefuse.patterns.facts import Axis, Conflict, Dims, Expr, Leaf, group_size
 from moefuse.patterns.router import walk
-from moefuse.patterns.rules import op_name, value
+from moefuse.patterns.rules import READS_NO_ELEMENT, op_name, value
 from moefuse.patterns.site import Site
 
 aten = torch.ops.aten
-
-
-READS_NO_ELEMENT = {"aten::sym_size", "aten::_assert_tensor_metadata"}
-"""Operators that look at a tensor's shape or dtype only (torch.export puts the assertion behind casts)."""
 
 
 def fuse_site(graph: Graph, site: Site, target: str) -> Node:
@@ -58,13 +54,23 @@ def _resize(graph: Graph, site: Site) -> None:
 
 
 def _drop_size_asserts(graph: Graph, site: Site) -> None:
-    """Assertions on how many slots each expert of a loop got go with the loop; no other assertion does."""
+    """Assertions that hold by construction (0 <= slots of an expert <= all slots) go with a loop; a user's own stay."""
+    slots = sizes.product(axis.size for axis in (*site.layer.tokens, *site.layer.slots))
     sizes_read = [user for pick in site.picks for user in pick.users if op_name(user) == "aten::sym_size"]
     for size in sizes_read:
         for compared in list(size.users):
+            if compared.args[0] is not size or not _always_true(compared, slots):
+                continue
             for user in list(compared.users):
                 if op_name(user) == "aten::_assert_scalar":
                     graph.erase_node(user)
+
+
+def _always_true(compared: Node, slots: sizes.Size) -> bool:
+    bound = value(compared.args[1])
+    if compared.target is operator.ge:
+        return isinstance(bound, int) and bound <= 0
+    return compared.target is operator.le and sizes.same(bound, slots)
 
 
 def restack(tensors: list[Node], experts: int) -> list[Node]:

@@ -61,7 +61,7 @@ def run(gm: GraphModule, parameters: frozenset[str], options: Options, *, traini
         if result.calls:
             graph.eliminate_dead_code()
             _verify(graph, candidates, result.layers)
-            gm.recompile()
+        gm.recompile()
     result.nodes_after = len(graph.nodes)
     return result
 

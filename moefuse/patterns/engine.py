@@ -28,7 +28,7 @@ from moefuse.patterns.facts import (
     Unifier,
     fresh,
 )
-from moefuse.patterns.rules import Outcome, argument, op_name, rule_for, value
+from moefuse.patterns.rules import READS_NO_ELEMENT, Outcome, argument, op_name, rule_for, value
 from moefuse.patterns.site import Site, assemble
 
 COMPONENTS = (structure, router, init_routing, grouped_matmul, finalize_routing, loops)
@@ -37,10 +37,6 @@ COMPONENTS = (structure, router, init_routing, grouped_matmul, finalize_routing,
 
 CAUSE_DEPTH = 4
 """How many operators up a loss may lie to be named as the cause of another one."""
-
-SHAPE_ONLY = {"aten::empty_like", "aten::new_empty", "aten::sym_size", "aten::sym_numel", "aten::sym_stride"}
-"""Operators that read no element of their operand: nothing is lost in them."""
-
 
 MOST_PARTS = 128
 """Expressions of real layers have some 30 parts (gpt-oss). Without a bound, `h = h * sigmoid(h)` over and over would
@@ -258,7 +254,7 @@ class Lifter:
 
     def _forget(self, node: Node) -> None:
         """No rule speaks: a loss where the operands meant something that can't be forgotten silently."""
-        if op_name(node) in SHAPE_ONLY:
+        if op_name(node) in READS_NO_ELEMENT:
             return
         for arg in node.all_input_nodes:
             known = self.result.facts.get(arg)

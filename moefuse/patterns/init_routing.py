@@ -91,6 +91,8 @@ def index(lift: Lifting, node: Node) -> Outcome:
     elif name == "aten::index_select":
         places = [(int(argument(node, 1)), argument(node, 2))]
     else:
+        if argument(node, 2, "padding_idx", -1) != -1 or argument(node, 3, "scale_grad_by_freq", False):
+            return None  # an index with a gradient of its own
         places = [(0, argument(node, 1))]
     source = lift.fact(argument(node, 0))
     if len(places) > 1 and (fact := _take_several(lift, source, places)) is not None:

@@ -37,8 +37,8 @@ from moefuse.patterns.facts import (
 )
 from moefuse.patterns.rules import Lifting, Outcome, argument, is_float, op_name, rule, value
 
-EXACT_UP_TO = {torch.float16: 2**11, torch.bfloat16: 2**8, torch.int8: 2**7, torch.uint8: 2**8}
-"""Integers below the bound survive a cast to the type; the others hold every count met in practice (2^24)."""
+EXACT = frozenset((torch.int32, torch.int64, torch.float32, torch.float64))
+"""Types that hold every id and count met in practice (below 2^24): a cast to them changes nothing."""
 
 
 # --- constants and ranges --------------------------------------------------------------------------------
@@ -94,16 +94,16 @@ def cast(lift: Lifting, node: Node) -> Outcome:
     target = value(node).dtype
     if value(argument(node, 0)).device != value(node).device:
         return None
-    if isinstance(fact.expr, Count | Offs):
-        return fact if target not in (torch.bool, *EXACT_UP_TO) else None
-    if isinstance(fact.expr, OneHot | Pos):
-        return fact if target not in EXACT_UP_TO or isinstance(fact.expr, OneHot) else None
+    if isinstance(fact.expr, Count | Offs | Pos):
+        return fact if target in EXACT else None
+    if isinstance(fact.expr, OneHot):
+        return fact if target in (*EXACT, torch.bool) else pointwise(lift, node)
     if (
         isinstance(fact.expr, Leaf)
         and not is_float(fact.expr.node)
         and value(fact.expr.node).dtype != torch.bool
     ):
-        return fact if target not in (torch.bool, *EXACT_UP_TO) else None
+        return fact if target in EXACT else None
     return pointwise(lift, node)
 
 
@@ -307,7 +307,7 @@ def cumsum(lift: Lifting, node: Node) -> Outcome:
     """Running counts: where each expert's rows end in sorted order."""
     fact = lift.fact(argument(node, 0))
     target = value(node).dtype
-    if not isinstance(fact.expr, Count) or fact.dims != (fact.expr.at,) or target in EXACT_UP_TO:
+    if not isinstance(fact.expr, Count) or fact.dims != (fact.expr.at,) or target not in EXACT:
         return None
     return Fact(Offs(fact.expr.ids, fact.expr.at), fact.dims)
 

@@ -14,6 +14,16 @@ from torch.fx import Node
 
 from moefuse.patterns.facts import Expr, Fact, Leaf
 
+READS_NO_ELEMENT = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("sym_size", "sym_numel", "sym_stride", "_assert_tensor_metadata"),
+        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+        *("new_empty", "new_zeros", "new_ones", "new_full"),
+    )
+)
+"""Operators that look at a tensor's shape, dtype or device only: no meaning is lost in them."""
+
 Outcome = Fact | tuple[Fact | None, ...] | None
 
 
