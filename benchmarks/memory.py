@@ -29,7 +29,7 @@ COMPILERS = ("eager", "inductor alone", "moefuse, inner eager", "moefuse, inner 
 
 
 def build(layout: str, dtype: torch.dtype, mib: int) -> nn.Module:
-    """Two MoE blocks of transformers, with `mib` MiB of expert weights together. qwen3_moe: [E, N, K], gpt_oss: [E, K, N]."""
+    """Two MoE blocks of transformers with `mib` MiB of expert weights: qwen3_moe [E, N, K], gpt_oss [E, K, N]."""
     width = sized(dtype, mib)
     if layout == "qwen3_moe":
         from transformers import Qwen3MoeConfig
@@ -90,13 +90,16 @@ def peak_kib() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def one(compiler: str, layout: str, dtype: torch.dtype, mib: int) -> dict[str, float]:
-    """Peak MiB above the model after compile, first and second call, in this process."""
-    # What importing compilers takes is no cost of a weight; a small model has loaded them all.
-    warm = compiled(build(layout, dtype, 4), compiler)
-    with torch.no_grad():
-        warm(torch.zeros(1, TOKENS, sized(dtype, 4), dtype=dtype))
-    torch._dynamo.reset()
+def one(compiler: str, layout: str, dtype: torch.dtype, mib: int, warm: bool) -> dict[str, float]:
+    """Peak MiB above the model after compile, first and second call, in this process.
+
+    warm: compile a small model before, since what loading a compiler takes is no cost of a model.
+    """
+    if warm:
+        small = compiled(build(layout, dtype, 4), compiler)
+        with torch.no_grad():
+            small(torch.zeros(1, TOKENS, sized(dtype, 4), dtype=dtype))
+        torch._dynamo.reset()
     model = build(layout, dtype, mib)
     weights = sum(p.numel() * p.element_size() for p in model.parameters() if p.dim() == 3) / 2**20
     run, x = compiled(model, compiler), torch.zeros(1, TOKENS, sized(dtype, mib), dtype=dtype)
@@ -108,11 +111,12 @@ def one(compiler: str, layout: str, dtype: torch.dtype, mib: int) -> dict[str, f
     return {"weights": weights, "above": (peak_kib() - before) / 1024}
 
 
-def in_process(*arguments: str) -> dict[str, float]:
+def in_process(*arguments: str, warm: bool = True) -> dict[str, float]:
     """Run `one` in a process of its own. `ru_maxrss` outlives exec, so the child must start from a small parent."""
     with tempfile.TemporaryDirectory() as cache:
         environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         command = [sys.executable, "-W", "ignore", __file__, "--one", *arguments]
+        command += [] if warm else ["--cold"]
         out = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
     result: dict[str, float] = json.loads(out.splitlines()[-1])
     return result
@@ -127,11 +131,12 @@ def main() -> None:
     parser.add_argument(
         "--one", nargs=4, metavar=("COMPILER", "LAYOUT", "DTYPE", "MIB"), help=argparse.SUPPRESS
     )
+    parser.add_argument("--cold", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.one:
         compiler, layout, dtype, mib = arguments.one
-        print(json.dumps(one(compiler, layout, getattr(torch, dtype), int(mib))))
+        print(json.dumps(one(compiler, layout, getattr(torch, dtype), int(mib), not arguments.cold)))
         return
     print(f"{LAYERS} layers, {EXPERTS} experts, {TOKENS} tokens; MiB of peak resident memory above the model")
     print(f"{'layout':10} {'dtype':9} {'compiler':24} {'weights':>8} {'above':>7}  above eager / weights")

@@ -3,7 +3,6 @@
 In: a model and its inputs, or a graph. Out: a `Report`, or a rewritten graph with its report.
 """
 
-import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch.fx import GraphModule
 
 from moefuse.graph.capture import capture
+from moefuse.onegraph import own_frame
 from moefuse.options import Options
 from moefuse.passes import pipeline
 from moefuse.report.model import GraphReport, Report
@@ -44,12 +44,7 @@ def explain(
         graphs.append(report)
         return gm.forward  # run what was captured, not what was rewritten: explaining must not change numbers
 
-    def run() -> Any:
-        return model(*args, **kwargs)
-
-    # A code object of its own: Dynamo counts recompilations per code object, and every model here is another one.
-    fresh = types.FunctionType(run.__code__.replace(), run.__globals__, closure=run.__closure__)
-    torch.compile(fresh, backend=backend)()
+    torch.compile(own_frame(model), backend=backend)(*args, **kwargs)
     report = Report(tuple(graphs))
     if options.dump:
         from moefuse.graph.dump import write_report

@@ -8,6 +8,7 @@ Dynamo breaks the graph at a loop over experts before that. Around each call thi
 """
 
 import threading
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -32,22 +33,34 @@ def compile(
     OptionError at once for unknown names and impossible values.
     """
     Options.parse(options)
-    compiled = torch.compile(
-        model, backend="moefuse", fullgraph=fullgraph, dynamic=dynamic, options=options or None
-    )
+    arguments: dict[str, Any] = {"backend": "moefuse", "fullgraph": fullgraph, "dynamic": dynamic}
+    arguments["options"] = options or None
+    inner = torch.compile(own_frame(model), **arguments)
     switch = _ExpertsSwitch(model)
 
-    def call(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with _data_dependent_capture(), switch.grouped():
-                return inner(*args, **kwargs)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _data_dependent_capture(), switch.grouped():
+            return inner(*args, **kwargs)
 
+    if not isinstance(model, nn.Module):
         return run
+    compiled = torch.compile(model, **arguments)  # for its face: attributes and state of the model
+    assert isinstance(compiled, nn.Module)
+    compiled.forward = run
+    return compiled
 
-    if isinstance(compiled, nn.Module):
-        compiled.forward = call(compiled.forward)
-        return compiled
-    return call(compiled)
+
+def own_frame(model: Callable[..., Any]) -> Callable[..., Any]:
+    """The model behind a code object of its own.
+
+    Dynamo remembers per code object what it has compiled, how often, and which frames it gave up: a loop that broke
+    its graph once would be skipped for ever, and the ninth model of a class would not be compiled.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    return types.FunctionType(run.__code__.replace(), run.__globals__, closure=run.__closure__)
 
 
 def _data_dependent_capture() -> Any:

@@ -67,7 +67,7 @@ class Block(nn.Module):
 
 
 def transformers_layer(block):
-    return lambda: block(SIZES)[0]
+    return lambda: block(SIZES, torch.bfloat16)[0]  # what aten._grouped_mm takes everywhere
 
 
 LAYERS = {
@@ -83,10 +83,15 @@ FUSED = {"qwen3", "gpt_oss", "deepseek", "one slot", "onto the residual"}
 
 def captured(kind, layers):
     model = Stack([LAYERS[kind]() for _ in range(layers)]).requires_grad_(False)
-    hidden = torch.randn(1, SIZES.tokens, SIZES.hidden) if kind in ("qwen3", "gpt_oss", "deepseek") else None
-    graph = capture_graph(model, (torch.randn(SIZES.tokens, SIZES.hidden) if hidden is None else hidden,))
-    names = frozenset(node.name for node in graph.graph_module.graph.find_nodes(op="placeholder"))
-    return graph.graph_module, names
+    shape = (SIZES.tokens, SIZES.hidden)
+    real = kind in ("qwen3", "gpt_oss", "deepseek")
+    hidden = torch.randn(1, *shape, dtype=torch.bfloat16) if real else torch.randn(shape)
+    return trace(model, hidden)
+
+
+def trace(model, hidden):
+    graph_module = capture_graph(model, (hidden,)).graph_module
+    return graph_module, frozenset(node.name for node in graph_module.graph.find_nodes(op="placeholder"))
 
 
 def run(graph_module, names):
@@ -122,9 +127,11 @@ def test_work_per_node_is_constant(kind, work):
         fused = sum(layer.fused for layer in result.layers)
         assert fused == (layers if kind in FUSED else 0), [layer.reason for layer in result.layers]
         per_node[layers] = {name: count / nodes for name, count in work.items()}
+    # The ends of a graph weigh a little less in the long one; a quadratic pass would do four times as much. Rows that
+    # leave a layer are followed until their expressions are too large, which the short graph's never are.
+    allowed = 2.0 if kind == "hooked" else 1.2
     for name in work:
-        # The ends of a graph weigh a little less in the long one; a quadratic pass would do four times as much.
-        assert per_node[MANY][name] <= 1.2 * per_node[FEW][name], per_node
+        assert per_node[MANY][name] <= allowed * per_node[FEW][name], per_node
 
 
 @pytest.mark.parametrize("kind", ["doubling", "deep"])
@@ -142,9 +149,8 @@ def test_expressions_are_bounded(kind):
                 h = h * torch.sigmoid(h) if kind == "doubling" else h + 1.5
             return h
 
-    graph = capture_graph(Chain().requires_grad_(False), (torch.randn(SIZES.tokens, SIZES.hidden),))
-    names = frozenset(node.name for node in graph.graph_module.graph.find_nodes(op="placeholder"))
-    assert [layer.fused for layer in run(graph.graph_module, names).layers] == [True]
+    graph_module, names = trace(Chain().requires_grad_(False), torch.randn(SIZES.tokens, SIZES.hidden))
+    assert [layer.fused for layer in run(graph_module, names).layers] == [True]
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt_oss", "deepseek"])
