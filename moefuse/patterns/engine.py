@@ -13,23 +13,10 @@ from torch.fx import Graph, Node
 
 from moefuse.graph import sizes
 from moefuse.patterns import finalize_routing, grouped_matmul, init_routing, loops, router, structure
-from moefuse.patterns.facts import (
-    Axis,
-    Cases,
-    Conflict,
-    Const,
-    Dot,
-    Expr,
-    Fact,
-    Group,
-    Leaf,
-    Lost,
-    Sum,
-    Unifier,
-    fresh,
-)
+from moefuse.patterns.facts import Axis, Cases, Conflict, Const, Dot, Expr, Fact, Group, Leaf, Lost, Sum
 from moefuse.patterns.rules import READS_NO_ELEMENT, Outcome, argument, op_name, rule_for, value
 from moefuse.patterns.site import Site, assemble
+from moefuse.patterns.unify import Unifier, fresh
 
 COMPONENTS = (structure, router, init_routing, grouped_matmul, finalize_routing, loops)
 """The files whose import fills the rule book."""

@@ -21,8 +21,6 @@ from moefuse.patterns.facts import (
     Perm,
     Pos,
     Sum,
-    Unifier,
-    bind,
     group_axes,
     group_size,
 )
@@ -30,6 +28,7 @@ from moefuse.patterns.init_routing import describe_index
 from moefuse.patterns.loops import add_case, pick_of, write_back
 from moefuse.patterns.router import count_of, distinct, topk_of, vanishes, walk
 from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
+from moefuse.patterns.unify import Unifier, bind
 
 
 @rule("aten::sum")

@@ -23,14 +23,13 @@ from moefuse.patterns.facts import (
     Op,
     Perm,
     Pick,
-    Unifier,
-    bind,
     group_axes,
     group_size,
 )
 from moefuse.patterns.finalize_routing import summed
 from moefuse.patterns.router import broadcast, expert_weight, strip_casts, walk
 from moefuse.patterns.rules import Lifting, Outcome, argument, rule
+from moefuse.patterns.unify import Unifier, bind
 
 
 @rule("aten::_grouped_mm", "transformers::grouped_mm_fallback")

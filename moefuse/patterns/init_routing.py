@@ -7,25 +7,11 @@ import torch
 from torch.fx import Node
 
 from moefuse.graph import sizes
-from moefuse.patterns.facts import (
-    At,
-    Axis,
-    Conflict,
-    Dims,
-    Expr,
-    Fact,
-    Leaf,
-    Perm,
-    Pos,
-    Unifier,
-    bind,
-    bind_fact,
-    bind_group,
-    group_size,
-)
+from moefuse.patterns.facts import At, Axis, Conflict, Dims, Expr, Fact, Leaf, Perm, Pos, group_size
 from moefuse.patterns.router import has_perm, pointwise, topk_of
 from moefuse.patterns.rules import Lifting, Outcome, argument, is_float, op_name, rule, value
 from moefuse.patterns.structure import regroup
+from moefuse.patterns.unify import Unifier, bind, bind_fact, bind_group
 
 
 @rule("aten::sort", "aten::argsort")

@@ -22,12 +22,12 @@ from moefuse.patterns.facts import (
     Part,
     Pick,
     Pos,
-    Unifier,
     group_axes,
 )
 from moefuse.patterns.products import ADD
 from moefuse.patterns.router import covers, distinct
 from moefuse.patterns.rules import Lifting, Outcome, argument, rule, value
+from moefuse.patterns.unify import Unifier
 
 
 def constant(group: Group) -> int | None:

@@ -31,11 +31,11 @@ from moefuse.patterns.facts import (
     Perm,
     Pos,
     Sum,
-    Unifier,
     group_axes,
     group_size,
 )
 from moefuse.patterns.rules import Lifting, Outcome, argument, is_float, op_name, rule, value
+from moefuse.patterns.unify import Unifier
 
 EXACT = frozenset((torch.int32, torch.int64, torch.float32, torch.float64))
 """Types that hold every id and count met in practice (below 2^24): a cast to them changes nothing."""

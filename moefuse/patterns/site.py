@@ -31,12 +31,12 @@ from moefuse.patterns.facts import (
     Op,
     Part,
     Sum,
-    bind,
 )
 from moefuse.patterns.loops import all_cases
 from moefuse.patterns.products import Linear, factors, first_gemms, linear, split_factors, times
 from moefuse.patterns.router import strip_casts, topk_of, walk
 from moefuse.patterns.rules import Lifting, value
+from moefuse.patterns.unify import bind
 from moefuse.patterns.weights import Span, demand_whole, in_order, is_transposed, layout, span
 
 

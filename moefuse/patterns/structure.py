@@ -10,22 +10,9 @@ from torch.fx import Node
 
 from moefuse.graph import sizes
 from moefuse.graph.sizes import Size
-from moefuse.patterns.facts import (
-    Axis,
-    Binding,
-    Conflict,
-    Count,
-    Digit,
-    Dims,
-    Fact,
-    Group,
-    Leaf,
-    Part,
-    bind,
-    bind_group,
-    group_size,
-)
+from moefuse.patterns.facts import Axis, Conflict, Count, Digit, Dims, Fact, Group, Leaf, Part, group_size
 from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
+from moefuse.patterns.unify import Binding, bind, bind_group
 
 
 def regroup(dims: Dims, shape: Sequence[Size]) -> tuple[Dims, Binding]:

@@ -19,14 +19,11 @@ from moefuse.patterns.facts import (
     Perm,
     Pos,
     Sum,
-    Unifier,
-    bind,
-    bind_fact,
-    fresh,
     group_axes,
     group_size,
 )
 from moefuse.patterns.structure import regroup
+from moefuse.patterns.unify import Unifier, bind, bind_fact, fresh
 from tests.patterns.spelling import E, K, T, operands, study
 
 

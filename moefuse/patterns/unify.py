@@ -1,0 +1,189 @@
+"""Substitution and unification: how facts over different axes are brought together.
+
+In: facts and index groups. Out: the same over common axes, or `Conflict`. Axes are bound variables, so binding one to
+a group of the same size is always right; what is refused is a leaf indexed by a position in an order by expert.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from moefuse.graph import sizes
+from moefuse.patterns.facts import (
+    At,
+    Axis,
+    Case,
+    Cases,
+    Conflict,
+    Const,
+    Coords,
+    Count,
+    Dense,
+    Digit,
+    Dot,
+    Expr,
+    Fact,
+    Group,
+    Leaf,
+    Offs,
+    OneHot,
+    Op,
+    Part,
+    Perm,
+    Pick,
+    Pos,
+    Sum,
+    group_axes,
+    group_size,
+)
+
+Binding = Mapping[Axis, Group]
+
+
+def bind_group(group: Group, binding: Binding) -> Group:
+    """The group with axes replaced by groups of the same size."""
+    result: list[Digit] = []
+    for digit in group:
+        if isinstance(digit, Axis):
+            result.extend(binding.get(digit, (digit,)))
+        elif isinstance(digit, Perm):
+            result.append(Perm(digit.sort, bind_group(digit.over, binding), bind(digit.key, binding)))
+        elif isinstance(digit, Pick):
+            over, key = bind_group(digit.over, binding), bind(digit.key, binding)
+            result.append(Pick(digit.source, over, key, digit.expert, digit.size))
+        elif isinstance(digit, Part):
+            result.append(Part(bind_group(digit.group, binding), digit.start, digit.step, digit.size))
+        else:
+            result.append(At(bind(digit.expr, binding), digit.size, digit.wraps))
+    return tuple(result)
+
+
+def bind(expr: Expr, binding: Binding) -> Expr:
+    """The expression with free axes replaced by groups of the same size.
+
+    Raises Conflict where a leaf would be indexed by a position in sorted order: that is no index into the
+    slots, and two sorts must never be mixed up.
+    """
+    if not binding or expr.axes.isdisjoint(binding):
+        return expr
+    return _BINDERS[type(expr)](expr, binding)
+
+
+def _bind_leaf(expr: Leaf, binding: Binding) -> Expr:
+    index = tuple(bind_group(group, binding) for group in expr.index)
+    for group in index:
+        if any(isinstance(digit, Perm | Pick) for digit in group):
+            raise Conflict(f"`{expr.node.name}` is in slot order, the other operand in an order by expert")
+    return Leaf(expr.node, index)
+
+
+def _bind_cases(expr: Cases, binding: Binding) -> Expr:
+    case = expr.case
+    bound = Case(case.source, case.expert, bind(case.ids, binding), bind(case.rows, binding), case.slots)
+    place = tuple(bind_group(group, binding) for group in expr.place)
+    return Cases(bound, place, expr.earlier, expr.base, expr.terms)
+
+
+def _bind_coords(expr: Coords, binding: Binding) -> Expr:
+    """One column of coordinates is an index of its own."""
+    columns = tuple(bind_group(group, binding) for group in expr.columns)
+    at = bind_group(expr.at, binding)
+    if len(at) == 1 and isinstance(at[0], Part) and not at[0].group:
+        return Pos(columns[at[0].start])
+    return Coords(columns, at)
+
+
+_BINDERS: dict[type, Callable[[Any, Binding], Expr]] = {
+    Leaf: _bind_leaf,
+    Const: lambda e, b: e,
+    Pos: lambda e, b: Pos(bind_group(e.group, b)),
+    Op: lambda e, b: e.rebuilt(lambda part: bind(part, b)),
+    Dot: lambda e, b: e.rebuilt(lambda part: bind(part, b)),
+    Sum: lambda e, b: e.rebuilt(lambda part: bind(part, b)),
+    Cases: _bind_cases,
+    Coords: _bind_coords,
+    OneHot: lambda e, b: OneHot(bind(e.ids, b), bind_group(e.at, b)),
+    Dense: lambda e, b: Dense(bind(e.value, b), bind(e.ids, b), e.slots, bind_group(e.at, b), e.fill),
+    Count: lambda e, b: Count(e.ids, bind_group(e.at, b)),
+    Offs: lambda e, b: Offs(e.ids, bind_group(e.at, b)),
+}
+
+
+def bind_fact(fact: Fact, binding: Binding) -> Fact:
+    """The fact with axes replaced in its dims and its expression alike."""
+    return Fact(bind(fact.expr, binding), tuple(bind_group(group, binding) for group in fact.dims))
+
+
+def fresh(fact: Fact) -> Fact:
+    """The same fact over new axes. Rules that combine or contract facts use it, so that no axis is captured."""
+    old = set().union(*(group_axes(group) for group in fact.dims)) if fact.dims else set()
+    return bind_fact(fact, {axis: (Axis(axis.size),) for axis in old})
+
+
+class Unifier:
+    """Makes index groups of two (fresh) facts the same by binding axes. All or nothing: Conflict otherwise."""
+
+    def __init__(self) -> None:
+        self.binding: dict[Axis, Group] = {}
+
+    def resolve(self, group: Group) -> Group:
+        """The group under everything bound so far."""
+        previous: Group | None = None
+        while group != previous:
+            previous, group = group, bind_group(group, self.binding)
+        return group
+
+    def unify(self, left: Group, right: Group) -> Group:
+        """Make both groups the same and return them; a group of size one broadcasts."""
+        a, b = list(self.resolve(left)), list(self.resolve(right))
+        if not a or not b:
+            return tuple(a or b)
+        result: list[Digit] = []
+        while a and b:
+            result.append(self._digit(a, b))
+        if a or b:
+            raise Conflict(f"{group_size(left)} and {group_size(right)} elements do not line up")
+        return self.resolve(tuple(result))
+
+    def _digit(self, a: list[Digit], b: list[Digit]) -> Digit:
+        """Unify the first digits, splitting the longer one; both lists lose what was unified."""
+        left, right = a.pop(0), b.pop(0)
+        if left == right:
+            return left
+        if isinstance(left, Pick) and isinstance(right, Pick):
+            if left.source is not right.source:
+                raise Conflict(f"the rows of `{left.source.name}` meet the rows of `{right.source.name}`")
+            self.unify(left.over, right.over)
+            return left
+        if isinstance(left, Perm) and isinstance(right, Perm):
+            if left.sort is not right.sort:
+                raise Conflict(
+                    f"rows in the order of `{left.sort.name}` meet rows in the order of `{right.sort.name}`"
+                )
+            self.unify(left.over, right.over)
+            return left
+        if isinstance(right, Axis) and sizes.same(left.size, right.size):
+            self.binding[right] = (left,)
+            return left
+        if isinstance(left, Axis) and sizes.same(left.size, right.size):
+            self.binding[left] = (right,)
+            return right
+        if isinstance(left, Axis) and isinstance(right, Axis):
+            return self._split(left, right, a, b)
+        raise Conflict(f"{left.size} and {right.size} elements do not line up")
+
+    def _split(self, left: Axis, right: Axis, a: list[Digit], b: list[Digit]) -> Digit:
+        if (rest := sizes.quotient(right.size, left.size)) is not None:
+            tail = Axis(rest)
+            self.binding[right] = (left, tail)
+            b.insert(0, tail)
+            return left
+        if (rest := sizes.quotient(left.size, right.size)) is not None:
+            tail = Axis(rest)
+            self.binding[left] = (right, tail)
+            a.insert(0, tail)
+            return right
+        raise Conflict(f"{left.size} and {right.size} elements do not line up")
+
+    def expr(self, expr: Expr) -> Expr:
+        """The expression under everything bound."""
+        return bind(expr, {axis: self.resolve((axis,)) for axis in self.binding})
