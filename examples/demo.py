@@ -116,10 +116,9 @@ def show_report(graphs: int) -> bool:
     """Print what moefuse did; True if each graph has all its layers fused."""
     import moefuse
 
-    # A report per compiled graph: the prompt's length and the one token are two.
-    report = moefuse.Report(tuple(graph for report in moefuse.reports() for graph in report.graphs))
+    report = moefuse.reports()[-1]  # the prompt's length and one token are two graphs of one frame
     print(f"\n{report}")
-    return report.fused == len(report.sites) == graphs * LAYERS
+    return len(report.graphs) == graphs and report.fused == len(report.sites) == graphs * LAYERS
 
 
 def show_times(variants: Mapping[str, Logits], inputs: Mapping[str, torch.Tensor]) -> None:

@@ -167,6 +167,8 @@ def merge(lift: Lifting, cases: list[Case], dims: Dims) -> Layer:
     for expert in range(max(numbers) + 1):
         if numbers[expert] != 1:
             raise Conflict(f"the loop adds expert {expert} {numbers[expert]} times: a layer has each once")
+    if (routed := _chosen_from(cases[0].ids)) is not None and routed > len(numbers):
+        raise Conflict(f"the loop has {len(numbers)} of the {routed} experts that the router chooses from")
     cases = sorted(cases, key=lambda case: case.expert)
     layers = [describe(lift, case.rows, case.slots, dims, case.ids) for case in cases]
     first = layers[0]
@@ -180,6 +182,13 @@ def merge(lift: Lifting, cases: list[Case], dims: Dims) -> Layer:
         bias2=tuple(layer.bias2[0] for layer in layers if layer.bias2),
         gemms=frozenset().union(*(layer.gemms for layer in layers)),
     )
+
+
+def _chosen_from(ids: Expr) -> int | None:
+    """How many experts the top-k chose from that made the ids; None where that isn't known."""
+    topk, dim = topk_of(ids.node) if isinstance(ids, Leaf) else (None, 0)
+    size = value(topk.args[0]).shape[dim] if topk is not None else None
+    return size if isinstance(size, int) else None
 
 
 def _renamed(other: Layer, first: Layer, expert: int) -> Layer:
@@ -401,8 +410,6 @@ def _spec(site: Site) -> MoeSpec:
     orientations.append({is_transposed(leaf, inner) for leaf in layer.weight2})
     if any(len(flags) != 1 for flags in orientations):
         raise Conflict("the layer's weights have different orientations")
-    topk, dim = topk_of(layer.ids.node)
-    chosen_from = value(topk.args[0]).shape[dim] if topk is not None else None
     val = value(site.node)
     return MoeSpec(
         num_experts=count,
@@ -428,7 +435,7 @@ def _spec(site: Site) -> MoeSpec:
         activation_dtype=layer.activation_dtype,
         weight_position=layer.weight_position,
         has_router_weight=any(not isinstance(factor, Const) for factor in layer.weights),
-        ids_checked=chosen_from is not None and sizes.same(chosen_from, count),
+        ids_checked=_chosen_from(layer.ids) == count,
     )
 
 

@@ -1,0 +1,109 @@
+"""Loops over experts: a layer is every expert once, with the same body and its own weights; all else is refused."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from moefuse.patterns.facts import Fact
+from tests.patterns.spelling import E, H, Study, T, operands, study, swiglu
+
+
+def loop(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    *,
+    experts: tuple[int, ...] = tuple(range(E)),
+    read: Callable[[int], int] = lambda e: e,
+    act: Callable[[int, Tensor], Tensor] = lambda e, h: swiglu(h),
+    write: str = "index_add",
+    odd_ids: bool = False,
+) -> Tensor:
+    """y[token] += weight * expert(x[token]), expert by expert."""
+    y = torch.zeros(T, H, dtype=x.dtype)
+    for e in experts:
+        token, slot = torch.where((ids.roll(1, 0) if odd_ids and e == 1 else ids) == e)
+        rows = functional.linear(act(e, functional.linear(x[token], w1[read(e)])), w2[read(e)])
+        rows = rows * weights[token, slot, None]
+        if write == "index_add":
+            y = y.index_add(0, token, rows)
+        elif write == "add":
+            y = y.index_put((token,), y[token] + rows)
+        else:
+            y = y.index_put((token,), rows)
+    return y
+
+
+def spelled(**changes: object) -> Study:
+    """The loop with some of its steps changed, lifted. Ids come from a top-k inside: no expert twice in a token."""
+    x, _, weights, w1, w2 = operands(torch.float32)
+
+    def layer(x: Tensor, scores: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        ids = scores.topk(weights.shape[1], dim=-1)[1]
+        return loop(x, ids, weights, w1, w2, **changes)  # type: ignore[arg-type]
+
+    return study(layer, x, torch.randn(T, E), weights, w1, w2)
+
+
+@pytest.mark.parametrize("write", ["index_add", "add"])
+def test_every_expert_once_is_a_layer(write: str) -> None:
+    layer = spelled(write=write)
+    assert layer.site.spec.num_experts == E
+    layer.fused()
+
+
+def test_the_order_of_the_experts_is_free() -> None:
+    spelled(experts=tuple(reversed(range(E)))).fused()
+
+
+def test_weights_follow_the_expert_s_number_not_their_place() -> None:
+    """Expert e computes with the matrices of E - 1 - e: the node must too."""
+    spelled(read=lambda e: E - 1 - e).fused()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"experts": (0, *range(2, E))}, "adds expert 1 0 times"),
+        ({"experts": (*range(E), 1)}, "adds expert 1 2 times"),
+        ({"experts": tuple(range(E - 1))}, f"has {E - 1} of the {E} experts that the router chooses from"),
+        ({"act": lambda e, h: swiglu(-h if e == 1 else h)}, "expert 1 of the loop has other activation"),
+        ({"act": lambda e, h: swiglu(h.flip(-1) if e == 1 else h)}, "flip"),
+        ({"odd_ids": True}, "expert 1 of the loop has other ids"),
+        ({"write": "overwrite"}, "overwrite what earlier experts have added"),
+    ],
+    ids=[
+        "left out",
+        "twice",
+        "the last left out",
+        "another activation",
+        "a flip",
+        "other ids",
+        "overwritten",
+    ],
+)
+def test_what_is_no_layer(changes: dict[str, object], words: str) -> None:
+    spelled(**changes).refused(words)
+
+
+def test_an_unknown_id_may_come_twice_so_writing_back_is_refused() -> None:
+    """Without a top-k, a token may choose an expert in two slots: y[t] = y[t] + row keeps one of them."""
+
+    def layer(x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        return loop(x, ids, weights, w1, w2, write="add")
+
+    study(layer, *operands(torch.float32)).refused("may choose an expert twice")
+
+
+def test_an_expression_does_not_repeat_the_cases_before() -> None:
+    """Otherwise work would grow with the square of the experts."""
+    assert _largest(spelled()) == _largest(spelled(experts=(0,)))
+
+
+def _largest(layer: Study) -> int:
+    return max(fact.expr.weight for fact in layer.lifted.facts.values() if isinstance(fact, Fact))
