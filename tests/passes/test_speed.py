@@ -12,7 +12,7 @@ from torch import nn
 
 from moefuse.options import Options
 from moefuse.passes import pipeline
-from moefuse.patterns import engine, facts
+from moefuse.patterns import engine, unify
 from moefuse.testing.capture import capture_graph
 from moefuse.testing.programs import Sizes
 from tests.support import deepseek_block, gpt_oss_block, qwen3_block
@@ -111,8 +111,8 @@ def work(monkeypatch):
         return call
 
     monkeypatch.setattr(engine.Lifter, "_outcome", counted(engine.Lifter._outcome, "visits"))
-    for name, binder in facts._BINDERS.items():
-        monkeypatch.setitem(facts._BINDERS, name, counted(binder, "renamed"))
+    for name, binder in unify._BINDERS.items():
+        monkeypatch.setitem(unify._BINDERS, name, counted(binder, "renamed"))
     return counts
 
 
