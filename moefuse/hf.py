@@ -217,6 +217,8 @@ def _sizes(default: PretrainedConfig, layers: int) -> dict[str, Any]:
         sizes["layer_types"] = ["full_attention"] * layers
     if fields.get("mlp_layer_types", ()) is None:
         sizes["mlp_layer_types"] = ["sparse"] * layers
+    if "mlp_only_layers" in fields:
+        sizes["mlp_only_layers"] = []  # layers without experts
     if "layers_block_type" in fields:
         mixers = ("full_attention", "linear_attention")
         sizes["layers_block_type"] = [kind for i in range(layers) for kind in (mixers[i % 2], "moe")]
