@@ -13,7 +13,8 @@ from torch.fx import Graph, Node
 
 from moefuse.graph import sizes
 from moefuse.graph.sizes import Size
-from moefuse.patterns.facts import Axis, Conflict, Const, Dims, Expr, Group, Leaf, Op, group_size
+from moefuse.patterns.facts import Axis, Conflict, Const, Dims, Expr, Group, Leaf, OneHot, Op, group_size
+from moefuse.patterns.loops import constant
 from moefuse.patterns.rules import value
 from moefuse.patterns.weights import weight_units
 
@@ -86,6 +87,8 @@ class Emitter:
         if isinstance(expr, Op):
             args = [self.tensor(arg, layout) if isinstance(arg, Expr) else arg for arg in expr.args]
             return self.call(expr.target, *args, **dict(expr.kwargs))
+        if isinstance(expr, OneHot) and (number := constant(expr.at)) is not None:
+            return self.call(aten.eq.Scalar, self.tensor(expr.ids, layout), number)
         if not isinstance(expr, Leaf):
             raise Conflict(f"a {type(expr).__name__.lower()} can't be computed outside of the layer")
         return self._select(expr, layout) if expr.selectors else self._leaf(expr, layout)

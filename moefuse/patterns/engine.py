@@ -198,7 +198,9 @@ class Lifter:
             fact = self.result.facts.get(node)
             if not isinstance(fact, Fact) or not isinstance(fact.expr, Cases) or fact.sorted:
                 continue
-            ends.setdefault(fact.expr.case.source, (node, fact))
+            source = fact.expr.case.source
+            if source not in ends or (ends[source][1].expr.earlier is None and fact.expr.earlier is not None):  # type: ignore[attr-defined]
+                ends[source] = (node, fact)
             before = self.result.facts.get(fact.expr.earlier) if fact.expr.earlier is not None else None
             if isinstance(before, Fact) and isinstance(before.expr, Cases):
                 continued.add(before.expr.case.source)

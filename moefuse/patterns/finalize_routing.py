@@ -18,6 +18,7 @@ from moefuse.patterns.facts import (
     Fact,
     Group,
     Leaf,
+    OneHot,
     Perm,
     Pos,
     Sum,
@@ -25,7 +26,7 @@ from moefuse.patterns.facts import (
     group_size,
 )
 from moefuse.patterns.init_routing import describe_index
-from moefuse.patterns.loops import add_case, pick_of, write_back
+from moefuse.patterns.loops import add_case, constant, pick_of, write_back
 from moefuse.patterns.router import count_of, distinct, topk_of, vanishes, walk
 from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
 from moefuse.patterns.unify import Unifier, bind
@@ -44,6 +45,10 @@ def sum_(lift: Lifting, node: Node) -> Outcome:
     rest = tuple(() if d in gone else g for d, g in enumerate(fact.dims) if keep or d not in gone)
     if (count := count_of(fact, set(over))) is not None:
         return Fact(count.expr, rest)
+    if not fact.expr.hard and any(
+        isinstance(e, OneHot) and constant(e.at) is not None for e in walk(fact.expr)
+    ):
+        return Fact(Sum(fact.expr, over, node), rest)  # a token's score for one expert
     expr = summed(lift, fact.expr, over, node, value(argument(node, 0)).dtype)
     return None if expr is None else Fact(expr, rest)
 

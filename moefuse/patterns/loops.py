@@ -4,8 +4,10 @@
 added back to their tokens are one case of the layer. A loop is a layer when it has every expert exactly once.
 """
 
+import torch
 from torch.fx import Node
 
+from moefuse.graph import sizes
 from moefuse.patterns.facts import (
     Axis,
     Case,
@@ -13,19 +15,22 @@ from moefuse.patterns.facts import (
     Conflict,
     Const,
     Coords,
+    Dense,
     Dims,
     Expr,
     Fact,
     Group,
+    Leaf,
     OneHot,
     Op,
     Part,
     Pick,
     Pos,
+    Sum,
     group_axes,
 )
-from moefuse.patterns.products import ADD
-from moefuse.patterns.router import covers, distinct
+from moefuse.patterns.products import ADD, factors, times
+from moefuse.patterns.router import covers, distinct, pointwise
 from moefuse.patterns.rules import Lifting, Outcome, argument, rule, value
 from moefuse.patterns.unify import Unifier
 
@@ -91,6 +96,71 @@ def all_cases(lift: Lifting, last: Cases) -> list[Case]:
         found.append(earlier.case)
         current = earlier
     return found
+
+
+def score_of(expr: Expr) -> tuple[int, Expr, Expr, tuple[Axis, ...]] | None:
+    """(expert, ids, weight per slot, slots) of a token's score for one expert: the weight where an id is the expert's.
+
+    Either the sum over the slots of weights masked by `ids == e`, or one column of scattered scores.
+    """
+    if isinstance(expr, Dense):
+        expert = constant(expr.at)
+        known = expert is not None and expr.fill == 0 and distinct(expr.ids, expr.slots)
+        return (expert, expr.ids, expr.value, expr.slots) if known and expert is not None else None
+    if not isinstance(expr, Sum) or expr.hard:
+        return None
+    every = factors(expr.body)
+    masks = [f for f in every if isinstance(f, OneHot)]
+    expert = constant(masks[0].at) if len(masks) == 1 else None
+    if expert is None or any(isinstance(f, OneHot) for m in every if m is not masks[0] for f in m.parts()):
+        return None
+    weights = [f for f in every if f is not masks[0]]
+    return expert, masks[0].ids, times(weights) if weights else Const(1.0), expr.over
+
+
+def masked_case(lift: Lifting, node: Node, fact: Fact) -> Fact | None:
+    """score * expert(x) on every token: what one expert adds, if the expert runs on all tokens and is masked."""
+    every = factors(fact.expr)
+    scores = [found for f in every if (found := score_of(f)) is not None]
+    rows = [f for f in every if score_of(f) is None]
+    if len(scores) != 1 or len(rows) != 1 or not isinstance(rows[0], Leaf):
+        return None
+    expert, ids, weight, slots = scores[0]
+    tokens = ids.axes - set(slots)
+    opened = lift.expand(
+        rows[0], lambda leaf: leaf.axes > tokens and not leaf.selectors and len(leaf.node.users) == 1
+    )
+    if not opened.hard:
+        return None
+    body = Op(torch.ops.aten.mul.Tensor, (opened, weight), (), node)
+    case = Case(node, expert, ids, body, slots)
+    return Fact(Cases(case, fact.dims, None, None, value(node).dtype), fact.dims)
+
+
+@rule("aten::mul")
+def mul(lift: Lifting, node: Node) -> Outcome:
+    """A product; where it masks what one expert computes for every token, it is that expert's case."""
+    outcome = pointwise(lift, node)
+    case = masked_case(lift, node, outcome) if isinstance(outcome, Fact) and not outcome.expr.hard else None
+    return case if case is not None and not lift.forced else outcome
+
+
+@rule("aten::add")
+def add(lift: Lifting, node: Node) -> Outcome:
+    """A sum; of the cases so far and one more case, it is the cases so far."""
+    before, term = lift.fact(argument(node, 0)), lift.fact(argument(node, 1))
+    if not isinstance(before.expr, Cases) or not isinstance(term.expr, Cases) or node.kwargs:
+        return pointwise(lift, node)
+    shapes = zip(value(argument(node, 0)).shape, value(argument(node, 1)).shape, strict=True)
+    if (
+        term.expr.earlier is not None
+        or term.expr.base is not None
+        or not all(sizes.same(a, b) for a, b in shapes)
+    ):
+        return pointwise(lift, node)
+    return Fact(
+        Cases(term.expr.case, term.dims, argument(node, 0), before.expr.base, before.expr.terms), term.dims
+    )
 
 
 def write_back(lift: Lifting, node: Node, index: Fact, rows: Fact) -> Fact:

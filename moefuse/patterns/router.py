@@ -163,6 +163,8 @@ def pointwise(lift: Lifting, node: Node) -> Outcome:
         return None
     if not lift.forced and not any(_worth_keeping(fact) for fact in tensors.values()):
         return None
+    if not is_float(node) and not any(fact.expr.hard for fact in tensors.values()):
+        return None  # ids made from ids (a skipped expert masked out, say) are ids like any other
     if any(isinstance(value(arg), torch.SymInt | torch.SymBool) for arg in node.args):
         raise Conflict("a size that is not static takes part in the arithmetic of rows")
     if len(tensors) == 1:

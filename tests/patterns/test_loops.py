@@ -107,3 +107,54 @@ def test_an_expression_does_not_repeat_the_cases_before() -> None:
 
 def _largest(layer: Study) -> int:
     return max(fact.expr.weight for fact in layer.lifted.facts.values() if isinstance(fact, Fact))
+
+
+def masked(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    *,
+    experts: tuple[int, ...] = tuple(range(E)),
+    act: Callable[[int, Tensor], Tensor] = lambda e, h: swiglu(h),
+    score: str = "mask",
+) -> Tensor:
+    """Every expert on every token, times the token's score for it: zero where it wasn't chosen."""
+    y = torch.zeros(T, H, dtype=x.dtype)
+    scores = torch.zeros(T, E, dtype=x.dtype).scatter(1, ids, weights)
+    for e in experts:
+        own = ((ids == e) * weights).sum(-1, keepdim=True) if score == "mask" else scores[:, e : e + 1]
+        y = y + functional.linear(act(e, functional.linear(x, w1[e])), w2[e]) * own
+    return y
+
+
+def every_token(**changes: object) -> Study:
+    """The masked loop, lifted; ids come from a top-k inside."""
+    x, _, weights, w1, w2 = operands(torch.float32)
+
+    def layer(x: Tensor, scores: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        ids = scores.topk(weights.shape[1], dim=-1)[1]
+        return masked(x, ids, weights, w1, w2, **changes)  # type: ignore[arg-type]
+
+    return study(layer, x, torch.randn(T, E), weights, w1, w2)
+
+
+@pytest.mark.parametrize("score", ["mask", "column"])
+def test_every_expert_on_every_token_masked_is_a_layer(score: str) -> None:
+    layer = every_token(score=score)
+    assert layer.site.spec.num_experts == E
+    layer.fused()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"experts": (0, *range(2, E))}, "adds expert 1 0 times"),
+        ({"experts": (*range(E), 1)}, "adds expert 1 2 times"),
+        ({"act": lambda e, h: swiglu(-h if e == 1 else h)}, "expert 1 of the loop has other activation"),
+    ],
+    ids=["left out", "twice", "another activation"],
+)
+def test_what_is_no_masked_layer(changes: dict[str, object], words: str) -> None:
+    every_token(**changes).refused(words)

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from moefuse.patterns.facts import Conflict, Const, Op
 from moefuse.patterns.router import evaluate_scalar
-from tests.patterns.spelling import E, K, T, operands, study
+from tests.patterns.spelling import E, K, T, grouped, operands, study
 
 _, IDS, W, *_ = operands(torch.float32)
 LOGITS = torch.randn(T, E, generator=torch.Generator().manual_seed(1))
@@ -206,3 +206,13 @@ def test_one_expert_and_one_slot_have_no_axis() -> None:
     assert study(lambda ids: torch.bincount(ids.view(-1), minlength=1), IDS[:1, :1]).meaning.endswith(
         "over 1"
     )
+
+
+def test_ids_made_from_ids_are_ids_like_any_other() -> None:
+    """A router may mask an expert that means "skip": what it does to the ids is its own business."""
+
+    def layer(x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        skipped = ids == E - 1
+        return grouped(x, ids.masked_fill(skipped, 0), weights.masked_fill(skipped, 0.0), w1, w2)
+
+    study(layer, *operands()).fused()
