@@ -100,8 +100,17 @@ def compile_graph(
     if not result.calls:
         return plain(report)
     try:
+        rounding = (
+            {"emulate_precision_casts": True}
+            if options.round_as_eager and options.inner == "inductor"
+            else {}
+        )
         compiled = compile_inner(
-            result.graph_module, example_inputs, options.inner, inductor_options=inductor_options, original=gm
+            result.graph_module,
+            example_inputs,
+            options.inner,
+            inductor_options={**rounding, **inductor_options},
+            original=gm,
         )
     except Exception as error:
         if is_control_flow(error) or options.mode == "on":

@@ -26,6 +26,8 @@ class Options:
     inner: the compiler of the rewritten graph, "inductor" or "eager".
     exclude: module path patterns (as in fnmatch) of layers to leave alone, such as "model.layers.1.*".
     dump: directory for before/after graphs and verdicts, "" for none.
+    round_as_eager: Inductor rounds half precision intermediates of a fused graph where eager rounds them. It leaves
+        them in float32 by itself; a router makes another expert of such a difference.
     """
 
     mode: str = "auto"
@@ -33,6 +35,7 @@ class Options:
     inner: str = "inductor"
     exclude: tuple[str, ...] = ()
     dump: str = ""
+    round_as_eager: bool = True
 
     @staticmethod
     def parse(given: Mapping[str, Any] | None) -> "Options":
@@ -87,4 +90,17 @@ def _exclude(name: str, value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
-_PARSERS = {"mode": _mode, "target": _target, "inner": _inner, "exclude": _exclude, "dump": _text}
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise OptionError(f"options[{name!r}]: expected True or False, got {value!r}")
+    return value
+
+
+_PARSERS = {
+    "mode": _mode,
+    "target": _target,
+    "inner": _inner,
+    "exclude": _exclude,
+    "dump": _text,
+    "round_as_eager": _flag,
+}

@@ -439,3 +439,20 @@ def test_a_second_process_with_warm_caches_reports_too(tmp_path: Path) -> None:
     assert lines == [["1", "1", "0"], ["1", "1", "1"]], (
         "the second run hits the cache, and reports as the first"
     )
+
+
+@pytest.mark.parametrize("as_eager", [True, False])
+def test_half_precision_is_rounded_as_eager_does_unless_told_otherwise(as_eager: bool) -> None:
+    """Around the layer too: Inductor alone keeps silu(x) * x in float32, and the router would see the difference."""
+    routed = Routed().bfloat16().eval()
+    logits = torch.randn(256, E).bfloat16()
+    x = torch.randn(256, H).bfloat16()
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return routed(torch.nn.functional.silu(x) * x + 1.5, logits)
+
+    fused = torch.compile(model, backend="moefuse", options={"round_as_eager": as_eager})
+    with torch.no_grad():
+        same = torch.equal(fused(x), model(x))
+    assert moefuse.reports()[-1].fused == 1
+    assert same == as_eager
