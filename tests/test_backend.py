@@ -198,7 +198,10 @@ def test_a_mode_of_torch_compile_reaches_inductor(monkeypatch: pytest.MonkeyPatc
     )
     ((inner, options),) = seen
     assert inner == "inductor"
-    assert options == torch._inductor.list_mode_options("reduce-overhead")
+    assert options == {
+        "emulate_precision_casts": True,
+        **torch._inductor.list_mode_options("reduce-overhead"),
+    }
     assert options["triton.cudagraphs"] is True
 
 
