@@ -11,6 +11,7 @@ from moefuse.graph.capture import CaptureError
 from moefuse.onegraph import compile
 from moefuse.options import OptionError, Options
 from moefuse.passes.pipeline import RejectedError
+from moefuse.passes.verify import VerifyError
 from moefuse.report.journal import reports
 from moefuse.report.model import GraphReport, LayerReport, Report
 
@@ -23,6 +24,7 @@ __all__ = [
     "Options",
     "RejectedError",
     "Report",
+    "VerifyError",
     "__version__",
     "compile",
     "explain",

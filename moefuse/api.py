@@ -34,15 +34,22 @@ def explain(
     mode: nothing is compiled, the model isn't changed beyond what one run of it does. moefuse_options: the options
     of the backend. Raises OptionError for unknown options.
     """
-    from moefuse.backend import compile_graph
+    from moefuse.backend import compile_graph, verify
 
     options = Options.parse({**(moefuse_options or {}), "inner": "eager"})
     graphs: list[GraphReport] = []
 
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        _, report = compile_graph(gm, example_inputs, options, {})
-        graphs.append(report)
-        return gm.forward  # run what was captured, not what was rewritten: explaining must not change numbers
+        compiled = compile_graph(gm, example_inputs, options, {})
+        position = len(graphs)
+        graphs.append(compiled.report)
+
+        def run(*inputs: Any) -> Any:
+            if compiled.checker is not None and graphs[position] is compiled.report:
+                graphs[position] = verify(compiled, inputs) or compiled.report
+            return gm.forward(*inputs)  # what was captured, not what was rewritten: numbers mustn't change
+
+        return run
 
     torch.compile(own_frame(model), backend=backend)(*args, **kwargs)
     report = Report(tuple(graphs))

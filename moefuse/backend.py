@@ -9,9 +9,11 @@ only mode="on" turns a rejection into an error.
 """
 
 import logging
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,8 +25,9 @@ from moefuse.inner import compile_inner
 from moefuse.options import OptionError, Options
 from moefuse.passes import pipeline
 from moefuse.passes.pipeline import FuseResult, RejectedError
+from moefuse.passes.verify import Checker, VerifyError, tolerance
 from moefuse.report.journal import JOURNAL
-from moefuse.report.model import GraphReport
+from moefuse.report.model import GraphReport, LayerReport
 
 log = logging.getLogger("moefuse")
 
@@ -57,9 +60,18 @@ def moefuse(
     """
     parsed = Options.parse(options)
     inductor_options = _inductor_options(mode, parsed)
-    compiled, report = compile_graph(gm, example_inputs, parsed, inductor_options)
-    JOURNAL.record(report, CompileContext.current_compile_id())
-    return compiled
+    compiled = compile_graph(gm, example_inputs, parsed, inductor_options)
+    JOURNAL.record(compiled.report, CompileContext.current_compile_id())
+    return compiled.run if compiled.checker is None else _verified(compiled, gm, parsed.mode)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A compiled graph, what happened to it, and with the option verify what compares its fused layers."""
+
+    run: Callable[..., Any]
+    report: GraphReport
+    checker: Checker | None = None
 
 
 def _inductor_options(mode: str | None, options: Options) -> dict[str, Any]:
@@ -72,16 +84,68 @@ def _inductor_options(mode: str | None, options: Options) -> dict[str, Any]:
     return dict(torch._inductor.list_mode_options(mode))
 
 
+def _verified(compiled: Compiled, gm: GraphModule, mode: str) -> Callable[..., Any]:
+    """Compare on the first inputs that have tokens; from then on run what was compiled, or `gm` where it differs."""
+    lock = threading.Lock()
+    chosen: list[Callable[..., Any]] = []
+
+    def run(*args: Any) -> Any:
+        with lock:
+            if not chosen and (report := verify(compiled, args)) is not None:
+                JOURNAL.amend(report)
+                if not report.fused and mode == "on":
+                    raise VerifyError(
+                        "\n".join(site.reason for site in report.sites if site.check == "verify")
+                    )
+                chosen.append(compiled.run if report.fused else gm.forward)
+        return (chosen[0] if chosen else compiled.run)(*args)
+
+    return run
+
+
+def verify(compiled: Compiled, args: Sequence[Any]) -> GraphReport | None:
+    """The graph's report after its fused layers ran beside their regions; None where nothing could be compared.
+
+    A graph in which one layer differs too much has no fused layer: it runs as it came.
+    """
+    differences = compiled.checker.differences(args) if compiled.checker else None
+    if differences is None:
+        return None
+    rest = iter(differences)
+    sites = [replace(site, verified=next(rest)) if site.fused else site for site in compiled.report.sites]
+    wrong = [site.layer or "(root)" for site in sites if not _within(site)]
+    if not wrong:
+        return replace(compiled.report, sites=tuple(sites))
+    return replace(
+        compiled.report, sites=tuple(_unfused(site, wrong) if site.fused else site for site in sites)
+    )
+
+
+def _within(site: LayerReport) -> bool:
+    return site.verified is None or site.spec is None or site.verified <= tolerance(site.spec)
+
+
+def _unfused(site: LayerReport, wrong: Sequence[str]) -> LayerReport:
+    if _within(site) or site.spec is None:
+        reason = f"the graph runs as it came: verify=True found a difference in {', '.join(wrong)}"
+    else:
+        reason = (
+            f"{site.layer or '(root)'}: the node differs from its region by {site.verified:.2g} of a token's size on "
+            f"the first inputs, where rounding explains {tolerance(site.spec):.2g}"
+        )
+    return replace(site, fused=False, check="verify", reason=reason)
+
+
 def compile_graph(
     gm: GraphModule, example_inputs: Sequence[Any], options: Options, inductor_options: Mapping[str, Any]
-) -> tuple[Callable[..., Any], GraphReport]:
-    """(the compiled callable, what happened). See the module text."""
+) -> Compiled:
+    """The compiled callable, and what happened. See the module text."""
     index = JOURNAL.next_index()
     nodes = len(gm.graph.nodes)
 
-    def plain(report: GraphReport) -> tuple[Callable[..., Any], GraphReport]:
-        compiled = compile_inner(gm, example_inputs, options.inner, inductor_options=inductor_options)
-        return compiled, report
+    def plain(report: GraphReport) -> Compiled:
+        run = compile_inner(gm, example_inputs, options.inner, inductor_options=inductor_options)
+        return Compiled(run, report)
 
     if options.mode == "off":
         return plain(GraphReport(index, (), nodes, nodes, note="mode='off': nothing is fused"))
@@ -105,7 +169,7 @@ def compile_graph(
             if options.round_as_eager and options.inner == "inductor"
             else {}
         )
-        compiled = compile_inner(
+        run = compile_inner(
             result.graph_module,
             example_inputs,
             options.inner,
@@ -117,7 +181,7 @@ def compile_graph(
             raise
         log.warning("the inner compiler failed on the fused graph; compiling it unfused", exc_info=True)
         return plain(_failed(index, nodes, error))
-    return compiled, report
+    return Compiled(run, report, result.checker)
 
 
 def worth_a_look(gm: GraphModule) -> bool:

@@ -28,6 +28,8 @@ class Options:
     dump: directory for before/after graphs and verdicts, "" for none.
     round_as_eager: Inductor rounds half precision intermediates of a fused graph where eager rounds them. It leaves
         them in float32 by itself; a router makes another expert of such a difference.
+    verify: on its first real inputs a graph runs each fused layer and the region it replaced. A difference that
+        rounding doesn't explain is an error in mode "on"; otherwise the graph runs unfused, and the report says so.
     """
 
     mode: str = "auto"
@@ -36,6 +38,7 @@ class Options:
     exclude: tuple[str, ...] = ()
     dump: str = ""
     round_as_eager: bool = True
+    verify: bool = False
 
     @staticmethod
     def parse(given: Mapping[str, Any] | None) -> "Options":
@@ -103,4 +106,5 @@ _PARSERS = {
     "exclude": _exclude,
     "dump": _text,
     "round_as_eager": _flag,
+    "verify": _flag,
 }

@@ -19,8 +19,8 @@ from moefuse.patterns.site import Site
 aten = torch.ops.aten
 
 
-def fuse_site(graph: Graph, site: Site, target: str) -> Node:
-    """Replace the site's node by a mega_moe call bound to `target`; returns the call.
+def fuse_site(graph: Graph, site: Site, target: str) -> tuple[Node, Node]:
+    """Replace the site's node by a mega_moe call bound to `target`; returns the call and the node that stands for it.
 
     Raises Conflict, with the graph unchanged but for unused nodes, where an operand can't be expressed.
     """
@@ -38,7 +38,7 @@ def fuse_site(graph: Graph, site: Site, target: str) -> Node:
     _resize(graph, site)
     _drop_size_asserts(graph, site)
     site.node.replace_all_uses_with(result)
-    return call
+    return call, result
 
 
 def _resize(graph: Graph, site: Site) -> None:

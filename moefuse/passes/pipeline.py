@@ -18,6 +18,7 @@ from moefuse.options import Options
 from moefuse.passes.canonicalize import canonicalize
 from moefuse.passes.fuse import escaping, fuse_site
 from moefuse.passes.lift import Candidate, find
+from moefuse.passes.verify import Checker, checker
 from moefuse.patterns.facts import Conflict
 from moefuse.report.model import LayerReport
 
@@ -31,6 +32,7 @@ class FuseResult:
     """What `run` did.
 
     graph_module: rewritten in place. layers: a verdict each. calls: the mega_moe nodes. seconds: CPU time per pass.
+    checker: compares the fused layers, in their order, with their regions; with the option verify only.
     """
 
     graph_module: GraphModule
@@ -39,6 +41,7 @@ class FuseResult:
     nodes_before: int = 0
     nodes_after: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+    checker: Checker | None = None
 
 
 def run(gm: GraphModule, parameters: frozenset[str], options: Options, *, training: bool) -> FuseResult:
@@ -64,12 +67,15 @@ def _run(
     with _timed(result.seconds, "lift"):
         candidates = find(graph, parameters)
     with _timed(result.seconds, "fuse"):
+        replaced: list[tuple[Node, Node]] = []
         # From the last to the first: what a later layer reads may be the very node that an earlier one replaces.
         for candidate in reversed(candidates):
-            result.layers.insert(0, _treat(graph, candidate, options, training, result.calls))
+            result.layers.insert(0, _treat(graph, candidate, options, training, result.calls, replaced))
         if options.mode == "on":
             _demand(result.layers)
         if result.calls:
+            if options.verify:
+                result.checker = checker(gm, replaced[::-1])
             graph.eliminate_dead_code()
             _verify(graph, candidates, result.layers)
         gm.recompile()
@@ -98,7 +104,12 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
 
 
 def _treat(
-    graph: Graph, candidate: Candidate, options: Options, training: bool, calls: list[Node]
+    graph: Graph,
+    candidate: Candidate,
+    options: Options,
+    training: bool,
+    calls: list[Node],
+    replaced: list[tuple[Node, Node]],
 ) -> LayerReport:
     """The verdict on one candidate, and the rewrite if it is yes."""
     report = LayerReport(candidate.layer, False, candidate.node.name, source_of(candidate.node))
@@ -126,10 +137,11 @@ def _treat(
         reason = f"the expert rows `{row.name}` are also read by `{user.name}`, outside of the layer"
         return replace(report, check="escape", reason=reason)
     try:
-        call = fuse_site(graph, site, decision.target)
+        call, output = fuse_site(graph, site, decision.target)
     except Conflict as conflict:
         return replace(report, check="emit", reason=conflict.reason)
     calls.append(call)
+    replaced.append((site.node, output))
     return replace(report, fused=True)
 
 

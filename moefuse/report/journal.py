@@ -48,6 +48,13 @@ class Journal:
             self._said_empty = silent or _is_empty(report)
         _announce(report, silent)
 
+    def amend(self, report: GraphReport) -> None:
+        """Replace what was recorded under the report's index by what is known now, and say it."""
+        with self._lock:
+            for graphs in self._models:
+                graphs[:] = [report if graph.index == report.index else graph for graph in graphs]
+        _announce(report, silent=True)
+
     def _forget(self) -> None:
         """Drop the oldest models, and the frames that lead to them."""
         dropped = self._models[:-KEPT]
@@ -69,7 +76,9 @@ def _is_empty(report: GraphReport) -> bool:
 def _announce(report: GraphReport, silent: bool) -> None:
     for site in report.sites:
         layer = site.layer or "(root)"
-        if site.fused:
+        if site.fused and site.verified is not None:
+            log.info("verified %s: differs by %.2g", layer, site.verified)
+        elif site.fused:
             log.info("fused %s (%s) on %s", layer, site.spec.describe() if site.spec else "", site.target)
         elif site.check != "exclude":
             log.warning("not fused: %s: %s [%s]", layer, site.reason, site.source or site.node)

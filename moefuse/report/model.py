@@ -25,6 +25,8 @@ class LayerReport:
     node: the graph node that was replaced, or the node at which the meaning was lost.
     source: "file:line" of that node in the user's model, "" where unknown.
     bytes: bytes of the expert weights (0 where the spec is unknown).
+    verified: with verify=True, after the first run: the largest relative difference of a token's output between the
+        node and its region; None before.
     """
 
     layer: str
@@ -37,6 +39,7 @@ class LayerReport:
     spec: MoeSpec | None = None
     bytes: int = 0
     checks: tuple[CheckResult, ...] = ()
+    verified: float | None = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,11 @@ class GraphReport:
     seconds: Mapping[str, float] = field(default_factory=dict)
     error: str = ""
     note: str = ""
+
+    @property
+    def fused(self) -> int:
+        """How many layers were fused."""
+        return sum(site.fused for site in self.sites)
 
 
 @dataclass(frozen=True)

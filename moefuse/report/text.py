@@ -124,6 +124,8 @@ def _searched(report: Report) -> bool:
 def _row(site: LayerReport) -> tuple[str, ...]:
     """One cell per column of `_HEAD`; the last one may have several lines."""
     words = [site.spec.describe()] if site.spec else []
+    if site.verified is not None and site.fused:
+        words.append(f"verified: differs by {site.verified:.2g}")
     if not site.fused:
         check = f"{site.check}: " if site.check else ""
         place = f" ({site.source})" if site.source else ""

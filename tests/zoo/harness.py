@@ -114,7 +114,7 @@ def watch() -> Iterator[list[Fused]]:
     def watched_site(graph: Any, site: Any, target: str) -> Node:
         user = next(iter(site.node.users))
         position = user.all_input_nodes.index(site.node)
-        call = fuse_site(graph, site, target)
+        call, _ = fuse_site(graph, site, target)
         outputs.append((site.node.name, user.all_input_nodes[position]))
         return call
 
