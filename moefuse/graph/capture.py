@@ -310,7 +310,7 @@ def _plain_outputs(flat: list[Any], wrapped: list[Any], outputs: list[Any]) -> l
         else:
             results.append(_plain(out))
             _check_strides(out, results[-1])
-    _check_aliases([*wrapped, *outputs], [*flat, *results])
+    _check_aliases([*wrapped, *outputs], [*flat, *results], len(flat))
     return results
 
 
@@ -318,11 +318,18 @@ def _storage(t: Any) -> int | None:
     return t.untyped_storage()._cdata if isinstance(t, torch.Tensor) else None
 
 
-def _check_aliases(before: list[Any], after: list[Any]) -> None:
-    """Values that shared memory must share it still, else later writes would be seen by one only."""
+def _check_aliases(before: list[Any], after: list[Any], inputs: int) -> None:
+    """Values that shared memory must share it still, else later writes would be seen by one only.
+
+    before, after: the `inputs` inputs and the outputs, wrapped and plain. Inputs that overlap each other, such as tied
+    parameters, have wrappers of their own: none of them is written (see `_written`).
+    """
+    meant = {_storage(a): _storage(b) for a, b in zip(before[:inputs], after[:inputs], strict=True)}
     forth: dict[int, int] = {}
     back: dict[int, int] = {}
-    for a, b in zip(map(_storage, before), map(_storage, after), strict=True):
+    for value, b in zip(before, map(_storage, after), strict=True):
+        a = _storage(value)
+        a = meant.get(a, a)
         if a is None or b is None:
             continue
         if forth.setdefault(a, b) != b or back.setdefault(b, a) != a:
