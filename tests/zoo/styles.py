@@ -1,16 +1,22 @@
-"""Plain-torch MoE models in styles that no transformers model has.
+"""MoE layers as people write them in plain torch, in our own words; only the way to compute is taken from practice.
 
-In: dtype, number of layers. Out: a small language model, called as `model(input_ids=ids).logits`, so that
-it can stand beside the transformers models. The code is our own; only the way to compute is taken from practice.
+Out: `STYLES`, by the name of where one finds the style; and a small language model of one of them, called as
+`model(input_ids=ids).logits`, so that it can stand beside the transformers models.
 """
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-VOCAB, HIDDEN, INTER, EXPERTS, TOP_K = 128, 64, 48, 8, 2
+from tests.zoo.styles_common import HIDDEN, Style
+from tests.zoo.styles_grouped import GROUPED, GptFast
+from tests.zoo.styles_loops import LOOPS
+from tests.zoo.styles_refused import REFUSED
+
+VOCAB = 128
+
+STYLES: dict[str, Style] = {**LOOPS, **GROUPED, **REFUSED}
 
 
 class Output(NamedTuple):
@@ -19,33 +25,13 @@ class Output(NamedTuple):
     logits: Tensor
 
 
-class GatherEinsum(nn.Module):
-    """The chosen experts' weights are gathered per token, and einsum multiplies: the style of gpt-fast."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(HIDDEN, EXPERTS, bias=False)
-        self.w1 = nn.Parameter(torch.randn(EXPERTS, INTER, HIDDEN) / HIDDEN**0.5)
-        self.w3 = nn.Parameter(torch.randn(EXPERTS, INTER, HIDDEN) / HIDDEN**0.5)
-        self.w2 = nn.Parameter(torch.randn(EXPERTS, HIDDEN, INTER) / INTER**0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, HIDDEN)
-        weights, ids = self.gate(rows).softmax(-1).topk(TOP_K, dim=-1)
-        weights = weights / weights.sum(-1, keepdim=True)
-        gate = F.silu(torch.einsum("th,tkih->tki", rows, self.w1[ids]))
-        up = torch.einsum("th,tkih->tki", rows, self.w3[ids])
-        expert = torch.einsum("tki,tkhi->tkh", gate * up, self.w2[ids])
-        return torch.einsum("tkh,tk->th", expert, weights).reshape(x.shape)
-
-
 class Layer(nn.Module):
     """x [B, S, H] -> x + moe(norm(x))."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(HIDDEN)
-        self.moe = GatherEinsum()
+        self.moe = GptFast()
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = x + self.moe(self.norm(x))
