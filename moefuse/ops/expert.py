@@ -15,12 +15,13 @@ from moefuse.ops.options import Options
 
 
 class ExpertTensors(NamedTuple):
-    """One expert's tensors: 2-D weights and 1-D biases; two of weight1 and bias1 for gate_up="separate"."""
+    """One expert's tensors: 2-D weights, 1-D biases and row scale; two of weight1 and bias1 for gate_up="separate"."""
 
     weight1: tuple[Tensor, ...]
     weight2: tuple[Tensor, ...]
     bias1: tuple[Tensor, ...] = ()
     bias2: tuple[Tensor, ...] = ()
+    row_scale: tuple[Tensor, ...] = ()
 
 
 def sum_dtype(x: torch.dtype) -> torch.dtype:
@@ -35,6 +36,13 @@ def of_expert(tensors: Sequence[Tensor], expert: int, experts: int, stacked_dim:
     if tensors[0].dim() == stacked_dim:
         return tuple(tensor.select(0, expert) for tensor in tensors)
     return tuple(tensors[expert::experts])
+
+
+def scale_of(row_scale: Tensor | None, expert: int) -> tuple[Tensor, ...]:
+    """One expert's row scale [O], out of a shared one or of [E, O]; () where there is none."""
+    if row_scale is None:
+        return ()
+    return (row_scale if row_scale.dim() == 1 else row_scale.select(0, expert),)
 
 
 def split_gate_up(h: Tensor, gate_up: str) -> tuple[Tensor, Tensor | None]:
@@ -66,31 +74,65 @@ def scale_rows(rows: Tensor, weights: Tensor) -> Tensor:
     return (rows.to(dtype) * weights.to(dtype).unsqueeze(1)).to(rows.dtype)
 
 
+def normalised(rows: Tensor, scale: Tensor | None, options: Options) -> Tensor:
+    """Rows [n, O] under the row norm; scale [O] or [n, O]. See `spec.py` for the formula and the roundings."""
+    if options.row_norm == "none":
+        return rows
+    wide = rows.to(sum_dtype(rows.dtype))
+    if scale is not None and options.row_norm == "scaled_rms":
+        wide = (wide * scale.to(wide.dtype)).to(rows.dtype).to(wide.dtype)
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + options.row_norm_eps)
+    if scale is not None and options.row_norm == "rms":
+        wide = wide * scale.to(wide.dtype)
+    return wide.to(rows.dtype)
+
+
 def expert_rows(
     x: Tensor, weights: Tensor, tensors: ExpertTensors, options: Options, dtype: torch.dtype
 ) -> Tensor:
     """What one expert adds to its tokens.
 
     x [n, H], weights [n] (routing), `dtype` the dtype of the sum. Returns [n, O] in `dtype`. GEMMs and the
-    activation run in the dtype of x, as the model wrote them.
+    activation run in the dtype of x, as the model wrote them; weights of another dtype are cast.
     """
     if options.weight_position == "input":
         x = scale_rows(x, weights)
     hidden = [_linear(x, w, options.transpose_weight1) for w in tensors.weight1]
     if tensors.bias1:
-        hidden = [h + b for h, b in zip(hidden, tensors.bias1, strict=True)]
+        hidden = [_biased(h, b) for h, b in zip(hidden, tensors.bias1, strict=True)]
     g, u = (hidden[0], hidden[1]) if len(hidden) == 2 else split_gate_up(hidden[0], options.gate_up)
     a = activated(g, u, options)
     if options.weight_position == "mid":
         a = scale_rows(a, weights)
     out = _linear(a, tensors.weight2[0], options.transpose_weight2)
     if tensors.bias2:
-        out = out + tensors.bias2[0]
-    out = out.to(dtype)
+        out = _biased(out, tensors.bias2[0])
+    out = normalised(out, tensors.row_scale[0] if tensors.row_scale else None, options)
+    return _weighted(out, weights, options, dtype)
+
+
+def identity_rows(x: Tensor, weights: Tensor, options: Options, dtype: torch.dtype) -> Tensor:
+    """What the identity experts add to their tokens: x [n, H] times weights [n], rounded as an expert's rows are."""
+    rows = x if options.weight_position == "output" else scale_rows(x, weights)
+    return _weighted(rows, weights, options, dtype)
+
+
+def identity_ids(topk_ids: Tensor, options: Options) -> Tensor:
+    """True for slots that chose an identity expert."""
+    first = options.num_experts
+    return (topk_ids >= first) & (topk_ids < first + options.num_identity_experts)
+
+
+def _weighted(rows: Tensor, weights: Tensor, options: Options, dtype: torch.dtype) -> Tensor:
+    rows = rows.to(dtype)
     if options.weight_position == "output":
-        out = out * weights.to(dtype).unsqueeze(1)
-    return out if options.product_dtype is None else out.to(options.product_dtype).to(dtype)
+        rows = rows * weights.to(dtype).unsqueeze(1)
+    return rows if options.product_dtype is None else rows.to(options.product_dtype).to(dtype)
 
 
 def _linear(x: Tensor, weight: Tensor, transposed: bool) -> Tensor:
-    return x @ (weight.t() if transposed else weight)
+    return x @ (weight.t() if transposed else weight).to(x.dtype)
+
+
+def _biased(rows: Tensor, bias: Tensor) -> Tensor:
+    return (rows + bias).to(rows.dtype)

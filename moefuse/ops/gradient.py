@@ -1,7 +1,7 @@
 """The gradient of mega_moe, as a second operator `moefuse::mega_moe_backward`.
 
 In: the gradient of y and the inputs of the forward call. Out: the gradients that are needed, flat, in the
-order x, topk_weights, weight1, weight2, bias1, bias2. Each expert's rows are recomputed under autograd from
+order x, topk_weights, weight1, weight2, bias1, bias2, row_scale. Each expert's rows are recomputed under autograd from
 its plain formula (expert.py), one expert at a time, so the forward pass saves nothing but its inputs.
 """
 
@@ -12,7 +12,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from moefuse.ops.expert import ExpertTensors, expert_rows, of_expert, sum_dtype
+from moefuse.ops.expert import (
+    ExpertTensors,
+    expert_rows,
+    identity_ids,
+    of_expert,
+    scale_of,
+    sum_dtype,
+)
 from moefuse.ops.library import LIBRARY, TAGS
 from moefuse.ops.options import Options
 
@@ -20,11 +27,12 @@ _T = TypeVar("_T")
 
 _SCHEMA = (
     "mega_moe_backward(Tensor grad_y, Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor[] weight1,"
-    " Tensor[] weight2, Tensor[] bias1, Tensor[] bias2, *, bool[] needs, int num_experts, int ep_world_size=1,"
+    " Tensor[] weight2, Tensor[] bias1, Tensor[] bias2, Tensor[] row_scale, *, bool[] needs, int num_experts, int ep_world_size=1,"
     " bool transpose_weight1=True, bool transpose_weight2=True, str gate_up='concat',"
     " str activation='swiglu', float[] activation_params=[], str activation_program='',"
     " ScalarType? activation_dtype=None,"
-    " str weight_position='output') -> Tensor[]"
+    " str weight_position='output', str row_norm='none', float row_norm_eps=0.0, int num_identity_experts=0)"
+    " -> Tensor[]"
 )
 
 
@@ -47,11 +55,12 @@ class MegaMoeFunction(torch.autograd.Function):
         topk_weights: Tensor,
         *flat: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """`call` is the operator below autograd; `flat` the four tensor lists, `lengths` long, one after another."""
+        """`call` is the operator below autograd; `flat` the tensor lists, `lengths` long, one after another."""
         ctx.save_for_backward(x, topk_ids, topk_weights, *flat)
         ctx.lengths = lengths
         ctx.constants = {k: v for k, v in constants.items() if k not in _ROUNDINGS}
-        y, nums = call(context, x, topk_ids, topk_weights, *_cut(flat, lengths), **constants)
+        *lists, scale = _cut(flat, lengths)
+        y, nums = call(context, x, topk_ids, topk_weights, *lists, *scale, **constants)
         ctx.mark_non_differentiable(nums)
         return y, nums
 
@@ -92,6 +101,7 @@ def _run(
     weight2: Sequence[Tensor],
     bias1: Sequence[Tensor],
     bias2: Sequence[Tensor],
+    row_scale: Sequence[Tensor],
     *,
     needs: Sequence[bool],
     **constants: Any,
@@ -106,18 +116,27 @@ def _run(
     grad_weights = torch.zeros(topk_weights.shape, dtype=topk_weights.dtype, device=x.device)
     lists = (weight1, weight2, bias1, bias2)
     grad_lists = tuple([torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in ts] for ts in lists)
+    scale = row_scale[0] if row_scale else None
+    # a shared scale gathers from every expert: summed wide as well
+    grad_scale = None if scale is None else torch.zeros(scale.shape, dtype=dtype, device=x.device)
     for expert in range(options.num_experts):
         token, slot = torch.where(topk_ids == expert)
         if token.numel() == 0:
             continue
-        tensors = _views(lists, expert, options)
-        targets = _views(grad_lists, expert, options)
+        tensors = _views(lists, expert, options)._replace(row_scale=scale_of(scale, expert))
+        targets = _views(grad_lists, expert, options)._replace(row_scale=scale_of(grad_scale, expert))
         grads = _expert_gradients(grad_y[token], x[token], topk_weights[token, slot], tensors, options)
         grad_x.index_add_(0, token, grads[0].to(dtype))
         grad_weights[token, slot] = grads[1]
         for target, grad in zip((t for part in targets for t in part), grads[2:], strict=True):
-            target.copy_(grad)
-    groups = ([grad_x.to(x.dtype)], [grad_weights], *grad_lists)
+            target.add_(grad)
+    if options.num_identity_experts:
+        token, slot = torch.where(identity_ids(topk_ids, options))
+        own = topk_weights[token, slot].to(dtype).unsqueeze(1)
+        grad_x.index_add_(0, token, grad_y[token] * own)
+        grad_weights[token, slot] = (grad_y[token] * x[token].to(dtype)).sum(-1).to(grad_weights.dtype)
+    scales = [grad_scale.to(scale.dtype)] if scale is not None and grad_scale is not None else []
+    groups = ([grad_x.to(x.dtype)], [grad_weights], *grad_lists, scales)
     return [grad for group, need in zip(groups, needs, strict=True) if need for grad in group]
 
 
@@ -152,11 +171,12 @@ def _fake(
     weight2: Sequence[Tensor],
     bias1: Sequence[Tensor],
     bias2: Sequence[Tensor],
+    row_scale: Sequence[Tensor],
     *,
     needs: Sequence[bool],
     **constants: Any,
 ) -> list[Tensor]:
-    groups = ((x,), (topk_weights,), weight1, weight2, bias1, bias2)
+    groups = ((x,), (topk_weights,), weight1, weight2, bias1, bias2, row_scale)
     wanted = (t for group, need in zip(groups, needs, strict=True) if need for t in group)
     return [t.new_empty(t.shape) for t in wanted]
 

@@ -27,6 +27,7 @@ class Kernel(Protocol):
         bias1: Sequence[Tensor],
         bias2: Sequence[Tensor],
         options: Options,
+        row_scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns y [T, O] and expert_token_nums [local experts] int32."""
         ...

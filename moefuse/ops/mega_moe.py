@@ -17,14 +17,16 @@ from moefuse.ops.library import LIBRARY, TAGS
 from moefuse.ops.options import Options, check_arguments
 
 # Weights are lists: one stacked 3-D tensor per part ([E, N, H] when transposed, else [E, H, N]; two parts, gate
-# and up, for gate_up="separate") or one 2-D tensor per expert (all gates before all ups). Biases alike.
+# and up, for gate_up="separate") or one 2-D tensor per expert (all gates before all ups). Biases alike. The row
+# scale is one tensor, [O] or [E, O].
 _SCHEMA = (
     "mega_moe(Tensor? context, Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor[] weight1, Tensor[] weight2,"
-    " Tensor[] bias1, Tensor[] bias2, *, int num_experts, int ep_world_size=1,"
+    " Tensor[] bias1, Tensor[] bias2, Tensor? row_scale=None, *, int num_experts, int ep_world_size=1,"
     " bool transpose_weight1=True, bool transpose_weight2=True, str gate_up='concat',"
     " str activation='swiglu', float[] activation_params=[], str activation_program='',"
     " ScalarType? activation_dtype=None, str weight_position='output', ScalarType? product_dtype=None,"
-    " ScalarType? output_dtype=None, str target='reference') -> (Tensor y, Tensor expert_token_nums)"
+    " ScalarType? output_dtype=None, str row_norm='none', float row_norm_eps=0.0, int num_identity_experts=0,"
+    " str target='reference') -> (Tensor y, Tensor expert_token_nums)"
 )
 
 
@@ -37,13 +39,16 @@ def _run(
     weight2: Sequence[Tensor],
     bias1: Sequence[Tensor],
     bias2: Sequence[Tensor],
+    row_scale: Tensor | None = None,
     *,
     target: str = "reference",
     **constants: Any,
 ) -> tuple[Tensor, Tensor]:
     options = Options(**constants)
-    check_arguments(x, topk_ids, topk_weights, weight1, weight2, bias1, bias2, options)
-    return kernel(target)(context, x, topk_ids, topk_weights, weight1, weight2, bias1, bias2, options)
+    check_arguments(x, topk_ids, topk_weights, weight1, weight2, bias1, bias2, options, row_scale)
+    return kernel(target)(
+        context, x, topk_ids, topk_weights, weight1, weight2, bias1, bias2, options, row_scale
+    )
 
 
 def _fake(
@@ -55,12 +60,15 @@ def _fake(
     weight2: Sequence[Tensor],
     bias1: Sequence[Tensor],
     bias2: Sequence[Tensor],
+    row_scale: Tensor | None = None,
     *,
     target: str = "reference",
     **constants: Any,
 ) -> tuple[Tensor, Tensor]:
     options = Options(**constants)
-    out_features = check_arguments(x, topk_ids, topk_weights, weight1, weight2, bias1, bias2, options)
+    out_features = check_arguments(
+        x, topk_ids, topk_weights, weight1, weight2, bias1, bias2, options, row_scale
+    )
     kernel(target)
     y = x.new_empty((x.shape[0], out_features), dtype=options.output_dtype or x.dtype)
     return y, x.new_empty((options.local_experts,), dtype=torch.int32)
@@ -84,7 +92,8 @@ def _below_autograd(
 def _autograd(keyset: torch._C.DispatchKeySet, *args: Any, **constants: Any) -> tuple[Tensor, Tensor]:
     if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
         return _below_autograd(keyset, args, constants)
-    lists = args[4:]
+    scale = [tensor for tensor in args[8:] if tensor is not None]
+    lists = [*args[4:8], scale]
     return _apply(
         lambda *inputs, **kwargs: _below_autograd(keyset, inputs, kwargs),
         constants,

@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from moefuse.ops import activations
-from moefuse.ops.spec import GateUp, WeightPosition
+from moefuse.ops.spec import GateUp, RowNorm, WeightPosition
 
 GATE_UPS: frozenset[str] = frozenset(get_args(GateUp))
 WEIGHT_POSITIONS: frozenset[str] = frozenset(get_args(WeightPosition))
+ROW_NORMS: frozenset[str] = frozenset(get_args(RowNorm))
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_FLOAT_NAMES = ", ".join(str(dtype) for dtype in FLOATS)
 
 
 class Options(NamedTuple):
@@ -31,6 +34,18 @@ class Options(NamedTuple):
     weight_position: str = "output"
     product_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
+    row_norm: str = "none"
+    row_norm_eps: float = 0.0
+    num_identity_experts: int = 0
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """The options that only some models need and that are set here: a kernel without them must step aside."""
+        used = {
+            "row_norm": self.row_norm != "none",
+            "num_identity_experts": self.num_identity_experts > 0,
+        }
+        return tuple(name for name, is_set in used.items() if is_set)
 
     @property
     def local_experts(self) -> int:
@@ -47,6 +62,7 @@ def check_arguments(
     bias1: Sequence[Tensor],
     bias2: Sequence[Tensor],
     options: Options,
+    row_scale: Tensor | None = None,
 ) -> int:
     """Check shapes and dtypes; returns O, the number of output features.
 
@@ -58,7 +74,7 @@ def check_arguments(
     hidden = x.shape[1]
     parts = 2 if options.gate_up == "separate" else 1
     out1, in1 = (0, 1) if options.transpose_weight1 else (1, 0)
-    rows1, columns1 = _expert_shape("weight1", weight1, parts, experts, x.dtype)
+    rows1, columns1 = _expert_shape("weight1", weight1, parts, experts)
     if (rows1, columns1)[in1] != hidden:
         layout = "[.., N, H]" if options.transpose_weight1 else "[.., H, N]"
         raise ValueError(
@@ -70,15 +86,20 @@ def check_arguments(
         raise ValueError(f"mega_moe: weight1: gate_up={options.gate_up!r} needs an even N, got {n}")
     inner = n if parts == 2 or options.gate_up == "none" else n // 2
     out2, in2 = (0, 1) if options.transpose_weight2 else (1, 0)
-    shape2 = _expert_shape("weight2", weight2, 1, experts, x.dtype)
+    shape2 = _expert_shape("weight2", weight2, 1, experts)
     if shape2[in2] != inner:
         layout = "[.., O, I]" if options.transpose_weight2 else "[.., I, O]"
         raise ValueError(
             f"mega_moe: weight2: expected {layout} with I = {inner} (from weight1), got {shape2} per expert "
             f"(transpose_weight2={options.transpose_weight2})"
         )
-    _check_bias("bias1", bias1, parts, experts, n, x.dtype)
-    _check_bias("bias2", bias2, 1, experts, shape2[out2], x.dtype)
+    _check_bias("bias1", bias1, parts, experts, n)
+    _check_bias("bias2", bias2, 1, experts, shape2[out2])
+    _check_row_scale(row_scale, experts, shape2[out2], options)
+    if options.num_identity_experts and shape2[out2] != hidden:
+        raise ValueError(
+            f"mega_moe: num_identity_experts: needs as many output features as x has, {hidden}, got {shape2[out2]}"
+        )
     return shape2[out2]
 
 
@@ -95,6 +116,17 @@ def _check_options(options: Options) -> None:
     if options.weight_position not in WEIGHT_POSITIONS:
         raise ValueError(
             f"mega_moe: weight_position: expected one of {sorted(WEIGHT_POSITIONS)}, got {options.weight_position!r}"
+        )
+    if options.row_norm not in ROW_NORMS:
+        raise ValueError(f"mega_moe: row_norm: expected one of {sorted(ROW_NORMS)}, got {options.row_norm!r}")
+    if not options.row_norm_eps >= 0 or (options.row_norm_eps and options.row_norm == "none"):
+        raise ValueError(
+            f"mega_moe: row_norm_eps: expected 0 or more with row_norm='rms' or 'scaled_rms', else 0, "
+            f"got {options.row_norm_eps} with row_norm={options.row_norm!r}"
+        )
+    if options.num_identity_experts < 0:
+        raise ValueError(
+            f"mega_moe: num_identity_experts: expected 0 or more, got {options.num_identity_experts}"
         )
     for name in ("activation_dtype", "product_dtype", "output_dtype"):
         dtype = getattr(options, name)
@@ -129,9 +161,7 @@ def _check_routing(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
             )
 
 
-def _expert_shape(
-    name: str, weights: Sequence[Tensor], parts: int, experts: int, dtype: torch.dtype
-) -> tuple[int, int]:
+def _expert_shape(name: str, weights: Sequence[Tensor], parts: int, experts: int) -> tuple[int, int]:
     """The 2-D shape of one expert's tensor in `weights`: `parts` stacked tensors or `parts * experts` 2-D ones."""
     if not weights:
         raise ValueError(f"mega_moe: {name}: expected at least one tensor, got an empty list")
@@ -148,14 +178,12 @@ def _expert_shape(
     for weight in weights:
         if weight.shape != shape:
             raise ValueError(f"mega_moe: {name}: shapes differ: {tuple(shape)} and {tuple(weight.shape)}")
-        if weight.dtype != dtype:
-            raise TypeError(f"mega_moe: {name}: expected the dtype of x, {dtype}, got {weight.dtype}")
+        if weight.dtype not in FLOATS or weight.dtype != weights[0].dtype:
+            raise TypeError(f"mega_moe: {name}: expected one of {_FLOAT_NAMES} for all, got {weight.dtype}")
     return shape[-2], shape[-1]
 
 
-def _check_bias(
-    name: str, biases: Sequence[Tensor], parts: int, experts: int, features: int, dtype: torch.dtype
-) -> None:
+def _check_bias(name: str, biases: Sequence[Tensor], parts: int, experts: int, features: int) -> None:
     if not biases:
         return
     stacked = biases[0].dim() == 2
@@ -167,5 +195,18 @@ def _check_bias(
     for bias in biases:
         if bias.shape != shape:
             raise ValueError(f"mega_moe: {name}: expected {shape}, got {tuple(bias.shape)}")
-        if bias.dtype != dtype:
-            raise TypeError(f"mega_moe: {name}: expected the dtype of x, {dtype}, got {bias.dtype}")
+        if bias.dtype not in FLOATS:
+            raise TypeError(f"mega_moe: {name}: expected one of {_FLOAT_NAMES}, got {bias.dtype}")
+
+
+def _check_row_scale(scale: Tensor | None, experts: int, features: int, options: Options) -> None:
+    if scale is None:
+        return
+    if options.row_norm == "none":
+        raise ValueError("mega_moe: row_scale: needs row_norm='rms' or 'scaled_rms', got row_norm='none'")
+    if tuple(scale.shape) not in ((features,), (experts, features)):
+        raise ValueError(
+            f"mega_moe: row_scale: expected {(features,)} or {(experts, features)}, got {tuple(scale.shape)}"
+        )
+    if scale.dtype not in FLOATS:
+        raise TypeError(f"mega_moe: row_scale: expected one of {_FLOAT_NAMES}, got {scale.dtype}")

@@ -9,18 +9,26 @@ made from a spec is therefore rank-uniform by its type.
 The layer, for token t with slots k (T tokens, K slots per token, E experts, H hidden, I intermediate,
 O output features)::
 
-    e        = topk_ids[t, k]                       # out of 0..E-1: the slot contributes nothing
+    e        = topk_ids[t, k]                       # out of 0..E+Z-1: the slot contributes nothing
     r        = topk_weights[t, k]
     h1       = W1[e] @ (r * x[t] if "input" else x[t]) + b1[e]
     g, u     = gate and up part of h1               # layout `gate_up`; not gated: g = h1
     a        = activation(g, u) * (r if "mid" else 1)
-    h2       = W2[e] @ a + b2[e]
+    h2       = row_norm(W2[e] @ a + b2[e])
     y[t]     = sum over k of (r * h2 if "output" else h2)
+
+A slot with an id of E..E+Z-1 (Z = num_identity_experts) chose an identity expert: it adds r * x[t]. row_norm, with
+s the row scale (one value per feature, shared or per expert; 1 where there is none)::
+
+    "none"           h
+    "rms"            h * rsqrt(mean(h^2) + eps) * s
+    "scaled_rms"     c * rsqrt(mean(c^2) + eps), c = s * h
 
 The sum runs in float32 (float64 for float64 layers) and is rounded once, to `output_dtype`. Each of its terms is
 rounded to `product_dtype` first where the model does that (None: no rounding): a model that multiplies in
 bfloat16 gets the numbers it had. The activation runs in `activation_dtype` where the model casts up for it, in the
-dtype of x otherwise (None).
+dtype of x otherwise (None). GEMMs run in the dtype of x; weights stored in another float dtype are cast, one expert's
+at a time. A row norm runs in the dtype of the sum; its result, and c above, are rounded to the dtype of x.
 """
 
 from dataclasses import dataclass
@@ -38,10 +46,15 @@ tensors, gate then up; none: a plain expert without gate (N = I).
 WeightPosition = Literal["output", "mid", "input"]
 """Where the routing weight multiplies: after the second GEMM, between the GEMMs, or on the token row."""
 
+RowNorm = Literal["none", "rms", "scaled_rms"]
+"""How each row of the second GEMM is normalised over its features: see the module text."""
+
 
 @dataclass(frozen=True)
 class MoeSpec:
     """One MoE layer. See the module text for the formula.
+
+    x_dtype is that of the token rows and of the GEMMs, expert_dtype that in which the weights are stored.
 
     Weight tensors are described as they lie in memory. `transpose_weight1` is True when the first weight is
     stored [E, N, H] (out-features first, as nn.Linear), False for [E, H, N]; `transpose_weight2` is True for
@@ -71,6 +84,10 @@ class MoeSpec:
     activation_program: str = ""
     activation_dtype: torch.dtype | None = None
     weight_position: WeightPosition = "output"
+    row_norm: RowNorm = "none"
+    row_norm_eps: float = 0.0
+    has_row_scale: bool = False
+    num_identity_experts: int = 0
     has_router_weight: bool = True
     ids_checked: bool = False
     ep_world_size: int = 1
@@ -105,8 +122,14 @@ class MoeSpec:
         ]
         if self.gate_up not in ("concat", "none"):
             words.append(self.gate_up.replace("_", " "))
+        if self.expert_dtype != self.x_dtype:
+            words.append(f"computed in {str(self.x_dtype).removeprefix('torch.')}")
         if self.has_bias1 or self.has_bias2:
             words.append("bias")
+        if self.row_norm != "none":
+            words.append("RMS norm of each expert's rows")
+        if self.num_identity_experts:
+            words.append(f"{self.num_identity_experts} identity experts")
         if not self.has_router_weight:
             words.append("no routing weight")
         elif self.weight_position != "output":

@@ -6,11 +6,9 @@ In: nothing. Out: `CHECKS`, the parts that other targets build on included.
 import torch
 
 from moefuse.ops import activations
-from moefuse.ops.options import GATE_UPS, WEIGHT_POSITIONS
+from moefuse.ops.options import FLOATS, GATE_UPS, ROW_NORMS, WEIGHT_POSITIONS
 from moefuse.ops.spec import MoeSpec
 from moefuse.policy.check import Check
-
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def _activation(spec: MoeSpec) -> str:
@@ -41,35 +39,41 @@ SIZES = Check(
 DTYPES = Check(
     "dtypes",
     ("x_dtype", "expert_dtype", "output_dtype"),
-    lambda s: s.x_dtype in _FLOATS and s.output_dtype in _FLOATS,
+    lambda s: s.x_dtype in FLOATS and s.output_dtype in FLOATS,
     "x is {x_dtype} and the output {output_dtype}; only float16, bfloat16, float32 and float64 can be computed",
 )
-SAME_DTYPE = Check(
+EXPERT_DTYPE = Check(
     "expert_dtype",
-    ("x_dtype", "expert_dtype"),
-    lambda s: s.expert_dtype == s.x_dtype,
-    "the experts are {expert_dtype} and x is {x_dtype}; mixed and quantised GEMMs aren't supported",
+    ("expert_dtype",),
+    lambda s: s.expert_dtype in FLOATS,
+    "the experts are {expert_dtype}; quantised GEMMs aren't supported",
 )
 ROUTER_DTYPE = Check(
     "router_dtype",
     ("router_dtype",),
-    lambda s: s.router_dtype in _FLOATS,
+    lambda s: s.router_dtype in FLOATS,
     "the routing weights are {router_dtype}, not a float dtype",
 )
 LAYOUT = Check(
     "layout",
-    ("gate_up", "weight_position"),
-    lambda s: s.gate_up in GATE_UPS and s.weight_position in WEIGHT_POSITIONS,
-    "gate_up={gate_up!r} or weight_position={weight_position!r} is unknown",
+    ("gate_up", "weight_position", "row_norm"),
+    lambda s: s.gate_up in GATE_UPS and s.weight_position in WEIGHT_POSITIONS and s.row_norm in ROW_NORMS,
+    "gate_up={gate_up!r}, weight_position={weight_position!r} or row_norm={row_norm!r} is unknown",
 )
 ACTIVATION = Check(
     "activation", ("activation", "activation_params", "activation_program", "gate_up"), _activation
 )
 TOP_K = Check(
     "top_k",
-    ("top_k", "num_experts"),
-    lambda s: s.top_k <= s.num_experts,
+    ("top_k", "num_experts", "num_identity_experts"),
+    lambda s: s.top_k <= s.num_experts + s.num_identity_experts,
     "top-{top_k} of {num_experts} experts: a token would go to one expert twice",
+)
+IDENTITY = Check(
+    "identity",
+    ("num_identity_experts", "hidden", "out_features"),
+    lambda s: s.num_identity_experts == 0 or s.hidden == s.out_features,
+    "{num_identity_experts} identity experts return x of {hidden} features, the output has {out_features}",
 )
 ONE_RANK = Check(
     "ep_world_size",
@@ -79,4 +83,4 @@ ONE_RANK = Check(
 )
 GRADIENT = Check("training", ("training", "activation", "activation_program", "gate_up"), _gradient)
 
-CHECKS = (SIZES, DTYPES, SAME_DTYPE, ROUTER_DTYPE, LAYOUT, ACTIVATION, TOP_K, ONE_RANK, GRADIENT)
+CHECKS = (SIZES, DTYPES, EXPERT_DTYPE, ROUTER_DTYPE, LAYOUT, ACTIVATION, TOP_K, IDENTITY, ONE_RANK, GRADIENT)

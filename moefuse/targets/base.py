@@ -42,8 +42,9 @@ class Target(ABC):
         bias1: Sequence[Tensor],
         bias2: Sequence[Tensor],
         options: Options,
+        row_scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute the layer: y [T, O] and expert_token_nums [E] int32.
 
-        The operator has checked shapes and dtypes, not the ids: those outside 0..E-1 contribute nothing.
+        The operator has checked shapes and dtypes, not the ids: those outside 0..E+Z-1 contribute nothing.
         """

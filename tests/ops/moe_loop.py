@@ -57,6 +57,9 @@ class Layer:
     down_bias: torch.Tensor | None
     activation: tuple[str, tuple[float, ...]]
     position: str
+    norm: tuple[str, float] = ("none", 0.0)
+    scale: torch.Tensor | None = None  # [O] or [E, O]
+    identities: int = 0
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
 
@@ -70,6 +73,8 @@ class Layer:
         counts = [0] * experts
         for t, ids in enumerate(self.ids.tolist()):
             for k, e in enumerate(ids):
+                if experts <= e < experts + self.identities:
+                    y[t] += self.x[t].double() * float(self.weights[t, k])
                 if not 0 <= e < experts:
                     continue
                 counts[e] += 1
@@ -86,7 +91,21 @@ class Layer:
             a = [GATED[self.activation](v, w) for v, w in zip(g.tolist(), u.tolist(), strict=True)]
         rows = torch.tensor(a, dtype=torch.float64) * (r if self.position == "mid" else 1)
         h = self.down[e] @ rows + (0 if self.down_bias is None else self.down_bias[e])
+        h = self._normed(h, e)
         return h * (r if self.position == "output" else 1)
+
+    def _normed(self, h: torch.Tensor, e: int) -> torch.Tensor:
+        kind, eps = self.norm
+        if kind == "none":
+            return h
+        s = [1.0] * len(h) if self.scale is None else (self.scale if self.scale.dim() == 1 else self.scale[e])
+        scales = [float(v) for v in s]
+        values = (
+            [v * w for v, w in zip(h.tolist(), scales, strict=True)] if kind == "scaled_rms" else h.tolist()
+        )
+        root = math.sqrt(sum(v * v for v in values) / len(values) + eps)
+        after = [1.0] * len(values) if kind == "scaled_rms" else scales
+        return torch.tensor([v / root * w for v, w in zip(values, after, strict=True)], dtype=torch.float64)
 
 
 def make_layer(
@@ -109,19 +128,23 @@ def make_layer(
     activation: tuple[str, tuple[float, ...]] = ("swiglu", ()),
     position: str = "output",
     ids: str = "distinct",
+    norm: tuple[str, float] = ("none", 0.0),
+    scale: str = "none",
+    identities: int = 0,
+    weight_dtype: torch.dtype | None = None,
 ) -> Layer:
     rng = torch.Generator().manual_seed(seed)
 
     def randn(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        return (torch.randn(shape, generator=rng, dtype=torch.float64) * scale).to(dtype)
+        return (torch.randn(shape, generator=rng, dtype=torch.float64) * scale).to(weight_dtype or dtype)
 
-    x = randn(tokens, hidden)
+    x = randn(tokens, hidden).to(dtype)
     if ids == "distinct":
-        topk = torch.rand(tokens, experts, generator=rng).argsort(1)[:, :top_k]
+        topk = torch.rand(tokens, experts + identities, generator=rng).argsort(1)[:, :top_k]
     elif ids == "one":
         topk = torch.full((tokens, top_k), experts - 1)
     else:  # repeated and out of range on both sides
-        topk = torch.randint(-2, experts + 2, (tokens, top_k), generator=rng)
+        topk = torch.randint(-2, experts + identities + 2, (tokens, top_k), generator=rng)
     weights = torch.rand(tokens, top_k, generator=rng, dtype=torch.float64).to(router_dtype)
     gated = gate_up != "none"
     gate, down = (
@@ -132,6 +155,13 @@ def make_layer(
     gate_bias = randn(experts, inner) if bias[0] else None
     up_bias = randn(experts, inner) if bias[0] and gated else None
     down_bias = randn(experts, out) if bias[1] else None
+
+    row_scale = {
+        "none": None,
+        "shared": lambda: 1 + randn(out, scale=0.3).to(router_dtype),
+        "own": lambda: 1 + randn(experts, out, scale=0.3).to(router_dtype),
+    }[scale]
+    row_scale = None if row_scale is None else row_scale()
 
     weight1 = [_lay(w, transposed[0], form) for w in _join(gate, up, gate_up)]
     weight2 = [_lay(down, transposed[1], form)]
@@ -150,10 +180,14 @@ def make_layer(
         "activation_params": list(activation[1]),
         "weight_position": position,
         "output_dtype": output_dtype,
-    }
+        "num_identity_experts": identities,
+    } | ({} if norm[0] == "none" else {"row_norm": norm[0], "row_norm_eps": norm[1]})
     as_double = [None if t is None else t.double() for t in (gate, up, gate_bias, up_bias, down, down_bias)]
     args = (None, x, topk.to(ids_dtype), weights, weight1, weight2, bias1, bias2)
-    return Layer(x, topk, weights, *as_double, activation, position, args, kwargs)
+    args += () if row_scale is None else (row_scale,)
+    return Layer(
+        x, topk, weights, *as_double, activation, position, norm, row_scale, identities, args, kwargs
+    )
 
 
 def _join(gate: torch.Tensor, up: torch.Tensor | None, gate_up: str) -> list[torch.Tensor]:
@@ -192,14 +226,22 @@ def layers(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...]) -> Layer:
     )
     dtype = draw(st.sampled_from(dtypes))
     experts = draw(st.integers(1, 5))
+    hidden = draw(st.integers(1, 9))
+    identities = draw(st.sampled_from([0, 0, 1, 3]))
+    # eps keeps the rows of tiny layers, whose mean square may be near 0, from being blown up with their roundings
+    norm = draw(st.sampled_from([("none", 0.0), ("none", 0.0), ("rms", 0.5), ("scaled_rms", 0.5)]))
     return make_layer(
         draw(st.integers(0, 2**20)),
         tokens=draw(st.sampled_from([0, 1, 2, 5, 13])),
         top_k=draw(st.integers(1, experts)),
         experts=experts,
-        hidden=draw(st.integers(1, 9)),
+        hidden=hidden,
         inner=draw(st.integers(1, 7)),
-        out=draw(st.integers(1, 9)),
+        out=hidden if identities else draw(st.integers(1, 9)),
+        norm=norm,
+        scale="none" if norm[0] == "none" else draw(st.sampled_from(["none", "shared", "own"])),
+        identities=identities,
+        weight_dtype=draw(st.sampled_from([None, None, None, *dtypes])),
         dtype=dtype,
         router_dtype=draw(st.sampled_from([dtype, torch.float32, torch.float64])),
         ids_dtype=draw(st.sampled_from([torch.int32, torch.int64])),

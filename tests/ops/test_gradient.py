@@ -15,18 +15,23 @@ LAYOUTS = [
     {"gate_up": "none", "activation": ("gelu", ()), "position": "mid", "bias": (False, True)},
     {"gate_up": "concat_swapped", "activation": ("swigluoai", (0.7, 1.702, 1.0)), "form": "strided"},
     {"gate_up": "interleaved_swapped", "ids": "wild", "form": "view"},
+    {"norm": ("rms", 0.1), "scale": "shared", "bias": (False, True)},
+    {"norm": ("scaled_rms", 0.1), "scale": "own", "form": "list", "position": "mid"},
+    {"identities": 3, "out": 3, "ids": "wild"},
+    {"identities": 2, "out": 3, "position": "input", "norm": ("rms", 0.1)},
 ]
 
 
 def leaves(layer):
     """Everything differentiable, as flat leaves, and the operator as a function of them."""
-    tensors = [layer.x, layer.weights, *(t for ts in layer.args[4:] for t in ts)]
+    tensors = [layer.x, layer.weights, *(t for ts in layer.args[4:8] for t in ts), *layer.args[8:]]
     flat = [t.detach().requires_grad_() for t in tensors]
 
     def rebuild(values):
         x, weights, *rest = values
         items = iter(rest)
-        return (None, x, layer.args[2], weights, *([next(items) for _ in ts] for ts in layer.args[4:]))
+        lists = [[next(items) for _ in ts] for ts in layer.args[4:8]]
+        return (None, x, layer.args[2], weights, *lists, *items)
 
     return flat, rebuild
 
@@ -68,9 +73,8 @@ def test_gradcheck(changes) -> None:
         tokens=3,
         hidden=3,
         inner=2,
-        out=2,
         experts=3,
-        **changes,
+        **{"out": 2} | changes,
     )
     flat, rebuild = leaves(layer)
 
@@ -80,7 +84,7 @@ def test_gradcheck(changes) -> None:
     assert gradcheck(f, flat)
 
 
-@pytest.mark.parametrize("changes", LAYOUTS[:3], ids=str)
+@pytest.mark.parametrize("changes", [*LAYOUTS[:3], LAYOUTS[7]], ids=str)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_gradients_are_the_eager_ones(changes, backend) -> None:
     layer = make_layer(3, tokens=7, **changes)
@@ -112,7 +116,7 @@ def test_only_needed_gradients_are_computed() -> None:
         y.sum().backward()
     finally:
         torch.ops.moefuse.mega_moe_backward = original
-    assert seen == [[False, False, False, True, False, False]]
+    assert seen == [[False, False, False, True, False, False, False]]
     assert layer.args[5][0].grad is not None
 
 
@@ -140,6 +144,17 @@ def test_low_precision_gradients_have_their_inputs_dtypes_and_sums() -> None:
         torch.testing.assert_close(a.double(), b, rtol=0, atol=0.08 * (1 + b.abs().max().item()))
 
 
+def test_weights_of_another_dtype_get_gradients_of_their_own() -> None:
+    layer = make_layer(3, dtype=torch.bfloat16, weight_dtype=torch.float32, tokens=9, bias=(True, True))
+    flat, rebuild = leaves(layer)
+    y = torch.ops.moefuse.mega_moe(*rebuild(flat), **layer.kwargs, target="cpu")[0]
+    wide = [t.detach().double().requires_grad_() for t in flat]
+    want = torch.autograd.grad(by_hand(layer, wide).sum(), wide)
+    for a, b, leaf in zip(torch.autograd.grad(y.float().sum(), flat), want, flat, strict=True):
+        assert a.dtype == leaf.dtype
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=0.08 * (1 + b.abs().max().item()))  # as above
+
+
 def test_an_unused_expert_gets_a_zero_gradient() -> None:
     layer = make_layer(3, ids="one")
     layer.args[4][0].requires_grad_()
@@ -152,8 +167,9 @@ def test_an_unused_expert_gets_a_zero_gradient() -> None:
 def test_backward_operator_opcheck() -> None:
     layer = make_layer(3, bias=(True, False))
     _, *rest = layer.args
-    kwargs = {"num_experts": 4, "needs": [True, False, True, True, True, False]}
-    opcheck(torch.ops.moefuse.mega_moe_backward.default, (torch.randn(5, 5), *rest), kwargs)
+    kwargs = {"num_experts": 4, "needs": [True, False, True, True, True, False, True], "row_norm": "rms"}
+    args = (torch.randn(5, 5), *rest, [torch.ones(5)])
+    opcheck(torch.ops.moefuse.mega_moe_backward.default, args, kwargs)
 
 
 def test_second_gradients_are_refused() -> None:

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from torch.library import opcheck
 
 import moefuse.ops  # noqa: F401  (registers the operator)
+from moefuse.ops.options import Options
 from moefuse.targets import names
 from tests.ops.moe_loop import GATED, PLAIN, Layer, layers, make_layer
 
@@ -74,6 +75,37 @@ def test_routing_weights_keep_their_precision(target, dtype) -> None:
 
 
 @pytest.mark.parametrize("target", CPU_TARGETS)
+@pytest.mark.parametrize("norm", ["rms", "scaled_rms"])
+@pytest.mark.parametrize("scale", ["none", "shared", "own"])
+def test_row_norms_sharply(target, norm, scale) -> None:
+    layer = make_layer(
+        3, dtype=torch.float64, router_dtype=torch.float64, tokens=9, norm=(norm, 1e-3), scale=scale,
+        bias=(True, True),
+    )  # fmt: skip
+    y, _ = layer.call(target)
+    torch.testing.assert_close(y, layer.loop()[0], rtol=1e-12, atol=1e-12)  # float64 throughout
+
+
+@pytest.mark.parametrize("target", CPU_TARGETS)
+@pytest.mark.parametrize("position", ["output", "mid", "input"])
+def test_identity_experts_are_neither_counted_nor_off_by_one(target, position) -> None:
+    layer = make_layer(3, out=6, identities=2, tokens=4, position=position)
+    layer.args[2].copy_(torch.tensor([[4, 5], [6, 4], [-1, 5], [3, 6]]))  # 4 experts, then 4 and 5 identities
+    layer.ids.copy_(layer.args[2])
+    y, nums = layer.call(target)
+    assert nums.tolist() == [0, 0, 0, 1]
+    weights = layer.weights
+    want = torch.stack([weights[0].sum(), weights[1, 1], weights[2, 1]])[:, None] * layer.x[:3]
+    torch.testing.assert_close(y[:3], want)  # one product and one sum, in float32 as in the model
+    assert_right(layer, target)
+
+
+def test_a_kernel_sees_what_it_must_step_aside_for() -> None:
+    assert Options(4).extras == ()
+    assert Options(4, row_norm="rms", num_identity_experts=2).extras == ("row_norm", "num_identity_experts")
+
+
+@pytest.mark.parametrize("target", CPU_TARGETS)
 def test_nan_stays_in_its_token(target) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         layer = make_layer(5, tokens=7, dtype=dtype, hidden=32, inner=16)
@@ -128,6 +160,7 @@ def test_a_custom_program_equals_the_activation_it_spells(target) -> None:
         {"form": "list", "bias": (True, True), "gate_up": "separate"},
         {"dtype": torch.bfloat16, "transposed": (False, False), "gate_up": "interleaved"},
         {"gate_up": "none", "activation": ("relu2", ()), "form": "strided", "output_dtype": torch.bfloat16},
+        {"norm": ("rms", 1e-6), "scale": "own", "identities": 2, "out": 6, "weight_dtype": torch.bfloat16},
     ],
     ids=str,
 )
@@ -186,8 +219,8 @@ def test_mode_and_subclass_tensors_reach_their_handlers() -> None:
 
 def broken(**changes):
     layer = make_layer(1)
-    order = ["context", "x", "topk_ids", "topk_weights", "weight1", "weight2", "bias1", "bias2"]
-    args = dict(zip(order, layer.args, strict=True))
+    order = ["context", "x", "topk_ids", "topk_weights", "weight1", "weight2", "bias1", "bias2", "row_scale"]
+    args = dict(zip(order, (*layer.args, None), strict=True))
     kwargs = dict(layer.kwargs)
     for name, value in changes.items():
         (args if name in args else kwargs)[name] = value
@@ -213,12 +246,24 @@ def broken(**changes):
         ({"weight1": [torch.ones(3, 8, 6)]}, ValueError, r"weight1: expected \[4"),
         ({"weight1": [torch.ones(8, 6)] * 3}, ValueError, "weight1: expected 4 per-expert"),
         ({"weight1": [torch.ones(4, 7, 6)]}, ValueError, "weight1: .*even N"),
-        ({"weight1": [torch.ones(4, 8, 6).double()]}, TypeError, "weight1: expected the dtype of x"),
+        ({"weight1": [torch.ones(4, 8, 6).char()]}, TypeError, "weight1: expected one of torch.float16, "),
         ({"weight2": [torch.ones(4, 5, 3)]}, ValueError, r"weight2: expected \[.., O, I\] with I = 4"),
         ({"weight2": [torch.ones(5, 4)] * 3 + [torch.ones(5, 3)]}, ValueError, "weight2: shapes differ"),
         ({"bias1": [torch.ones(4, 7)]}, ValueError, r"bias1: expected \(4, 8\)"),
         ({"bias1": [torch.ones(8)] * 3}, ValueError, "bias1: expected 4 per-expert"),
-        ({"bias2": [torch.ones(4, 5).double()]}, TypeError, "bias2: expected the dtype"),
+        ({"bias2": [torch.ones(4, 5).char()]}, TypeError, "bias2: expected one of"),
+        ({"row_norm": "layer"}, ValueError, "row_norm: expected one of .*'rms'"),
+        ({"row_norm": "rms", "row_norm_eps": -1.0}, ValueError, "row_norm_eps: expected 0 or more"),
+        ({"row_norm_eps": 1e-5}, ValueError, "row_norm_eps: .*got 1e-05 with row_norm='none'"),
+        ({"row_scale": torch.ones(5)}, ValueError, "row_scale: needs row_norm"),
+        (
+            {"row_scale": torch.ones(4), "row_norm": "rms"},
+            ValueError,
+            r"row_scale: expected \(5,\) or \(4, 5\), got \(4,\)",
+        ),
+        ({"row_scale": torch.ones(5).int(), "row_norm": "rms"}, TypeError, "row_scale: expected one of"),
+        ({"num_identity_experts": -1}, ValueError, "num_identity_experts: expected 0 or more"),
+        ({"num_identity_experts": 1}, ValueError, "num_identity_experts: needs as many .* 6, got 5"),
         ({"num_experts": 0}, ValueError, "num_experts"),
         ({"ep_world_size": 3}, ValueError, "ep_world_size"),
         ({"ep_world_size": 2, "num_experts": 8}, ValueError, "ep_world_size: this target"),

@@ -42,12 +42,17 @@ TABLE = {
         ({"output_dtype": torch.float32}, {"output_dtype": torch.float8_e4m3fn}, "output torch.float8"),
     ],
     "expert_dtype": [
-        ({}, {"expert_dtype": torch.int8}, "the experts are torch.int8 and x is torch.bfloat16")
+        (
+            {"expert_dtype": torch.float32},
+            {"expert_dtype": torch.int8},
+            "the experts are torch.int8; quantised",
+        )
     ],
     "router_dtype": [({"router_dtype": torch.float64}, {"router_dtype": torch.int64}, "torch.int64")],
     "layout": [
         ({"gate_up": "interleaved_swapped"}, {"gate_up": "gateless"}, "gateless"),
         ({"weight_position": "input"}, {"weight_position": "nowhere"}, "nowhere"),
+        ({"row_norm": "rms"}, {"row_norm": "layer"}, "row_norm='layer'"),
     ],
     "activation": [
         ({"activation": "geglu"}, {"activation": "swish"}, "unknown"),
@@ -58,7 +63,17 @@ TABLE = {
         (CUSTOM, CUSTOM | {"activation_params": (1.0,)}, "takes no activation_params"),
         ({}, {"activation_program": "g"}, "only read by activation='custom'"),
     ],
-    "top_k": [({"top_k": 8}, {"top_k": 9}, "top-9 of 8 experts")],
+    "top_k": [
+        ({"top_k": 8}, {"top_k": 9}, "top-9 of 8 experts"),
+        ({"top_k": 9, "num_identity_experts": 1}, {"top_k": 10, "num_identity_experts": 1}, "top-10"),
+    ],
+    "identity": [
+        (
+            {"num_identity_experts": 2},
+            {"num_identity_experts": 2, "out_features": 8},
+            "2 identity experts return x of 16 features, the output has 8",
+        )
+    ],
     "ep_world_size": [({}, {"ep_world_size": 2}, "2 ranks")],
     "training": [
         (CUSTOM | {"training": True}, NO_GRADIENT | {"training": True}, "doesn't give"),

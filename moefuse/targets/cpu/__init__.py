@@ -29,10 +29,11 @@ class CpuTarget(Target):
         bias1: Sequence[Tensor],
         bias2: Sequence[Tensor],
         options: Options,
+        row_scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """As `Target.run`, on one rank."""
         if options.ep_world_size != 1:
             raise ValueError(
                 f"mega_moe: ep_world_size: this target runs on one rank, got {options.ep_world_size}"
             )
-        return kernel.run(x, topk_ids, topk_weights, weight1, weight2, bias1, bias2, options)
+        return kernel.run(x, topk_ids, topk_weights, weight1, weight2, bias1, bias2, options, row_scale)

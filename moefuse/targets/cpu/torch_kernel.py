@@ -3,7 +3,8 @@
 In: a layer's tensors. Out: y and the slots each expert received. Slots are sorted by expert once. Experts are
 taken in blocks of a few hundred rows: their first GEMMs, one activation over the block, their second GEMMs.
 One weighted gather-sum (`embedding_bag`: float32 products and sums, rounded once) makes y. Weights are read as
-they lie: no stacked, packed or transposed copy; extra memory is the rows [slots, O] and one block.
+they lie: no stacked, packed or transposed copy; extra memory is the rows [slots, O] and one block. A weight of
+another dtype than x is cast when its expert is used, one at a time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moefuse.ops.expert import activated, of_expert, scale_rows, split_gate_up, sum_dtype
+from moefuse.ops.expert import activated, normalised, of_expert, scale_rows, split_gate_up, sum_dtype
 from moefuse.ops.options import Options
 from moefuse.targets.cpu.gemm import multiply_into
 
@@ -33,11 +34,14 @@ def run(
     bias1: Sequence[Tensor],
     bias2: Sequence[Tensor],
     options: Options,
+    row_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """y [T, O] and expert_token_nums [E] int32; see `Target.run`."""
     sorted_ids, order = topk_ids.reshape(-1).sort(stable=True)
-    edges = torch.searchsorted(sorted_ids, _expert_range(options.num_experts, topk_ids.dtype), out_int32=True)
+    experts, identities = options.num_experts, options.num_identity_experts
+    edges = torch.searchsorted(sorted_ids, _expert_range(experts, identities, topk_ids.dtype), out_int32=True)
     bounds: list[int] = edges.tolist()
+    end = bounds.pop() if identities else bounds[-1]
     rows = x.new_empty((order.shape[0], weight2[0].shape[-2 if options.transpose_weight2 else -1]))
     for active in _blocks(bounds):
         slots = order[bounds[active[0]] : bounds[active[-1] + 1]]
@@ -51,15 +55,33 @@ def run(
         if routing is not None and options.weight_position == "mid":
             a = scale_rows(a, routing)
         _gemms(a, active, bounds, weight2, bias2, options.transpose_weight2, options, rows)
+        own = rows[bounds[active[0]] : bounds[active[-1] + 1]]
+        if options.row_norm != "none":
+            own.copy_(normalised(own, _scale_rows_of(row_scale, active, bounds), options))
         if _rounds_products(rows, options):
-            own = rows[bounds[active[0]] : bounds[active[-1] + 1]]
             own.mul_(topk_weights.take(slots).unsqueeze(1))  # multiplied in the wider dtype, rounded once
-    return _combine(rows, order, bounds, topk_weights, options), edges.diff()
+    if end > bounds[-1]:
+        slots, own = order[bounds[-1] : end], rows[bounds[-1] : end]
+        torch.index_select(x, 0, slots // topk_ids.shape[1], out=own)
+        if options.weight_position != "output" or _rounds_products(rows, options):
+            own.copy_(scale_rows(own, topk_weights.take(slots)))
+    return _combine(rows, order, (bounds[0], end), topk_weights, options), edges[: experts + 1].diff()
 
 
 @lru_cache(maxsize=64)
-def _expert_range(experts: int, dtype: torch.dtype) -> Tensor:
-    return torch.arange(experts + 1, dtype=dtype, device="cpu")  # whatever the user's default device
+def _expert_range(experts: int, identities: int, dtype: torch.dtype) -> Tensor:
+    """Where the ids of each expert begin, of the last one end, and of the identity experts end."""
+    ends = [experts + identities] if identities else []
+    # whatever the user's default device
+    return torch.tensor([*range(experts + 1), *ends], dtype=dtype, device="cpu")
+
+
+def _scale_rows_of(row_scale: Tensor | None, active: Sequence[int], bounds: Sequence[int]) -> Tensor | None:
+    """The row scale for a block's rows: the shared one, or each row's expert's."""
+    if row_scale is None or row_scale.dim() == 1:
+        return row_scale
+    counts = torch.tensor([bounds[expert + 1] - bounds[expert] for expert in active], device="cpu")
+    return row_scale[list(active)].repeat_interleave(counts, 0)
 
 
 def _blocks(bounds: Sequence[int]) -> Iterator[list[int]]:
@@ -105,7 +127,13 @@ def _gemms(
     ):
         own_biases = of_expert(biases, expert, experts, 2) or (None,) * parts
         for out, w, bias in zip(own_outs, of_expert(weights, expert, experts, 3), own_biases, strict=True):
-            multiply_into(out, own, w if transposed else w.t(), bias)
+            w = w if transposed else w.t()
+            if w.dtype == own.dtype and (bias is None or bias.dtype == own.dtype):
+                multiply_into(out, own, w, bias)
+                continue
+            multiply_into(out, own, w.to(own.dtype))
+            if bias is not None:
+                out.add_(bias)  # in the wider dtype of the two, rounded once
     return outs
 
 
@@ -135,9 +163,13 @@ def _rounds_products(rows: Tensor, options: Options) -> bool:
 
 
 def _combine(
-    rows: Tensor, order: Tensor, bounds: list[int], topk_weights: Tensor, options: Options
+    rows: Tensor, order: Tensor, valid: tuple[int, int], topk_weights: Tensor, options: Options
 ) -> Tensor:
-    """Sum each token's rows, weighted where the routing weight is on the output. rows are in sorted order."""
+    """Sum each token's rows, weighted where the routing weight is on the output. rows are in sorted order.
+
+    valid: the range of rows whose slots have an expert.
+    """
+    begin, end = valid
     dtype = options.output_dtype or rows.dtype
     if not order.shape[0]:
         return rows.new_zeros((topk_weights.shape[0], rows.shape[1]), dtype=dtype)
@@ -146,12 +178,12 @@ def _combine(
     position = position.view(topk_weights.shape)
     weighed = options.weight_position != "output" or _rounds_products(rows, options)
     weights = None if weighed else topk_weights
-    if bounds[0] > 0 or bounds[-1] < order.shape[0]:
+    if begin > 0 or end < order.shape[0]:
         # slots without an expert: their rows were never written, and their weight may be anything
-        rows[: bounds[0]].zero_()
-        rows[bounds[-1] :].zero_()
+        rows[:begin].zero_()
+        rows[end:].zero_()
         if weights is not None:
-            weights = weights.masked_fill((position < bounds[0]) | (position >= bounds[-1]), 0)
+            weights = weights.masked_fill((position < begin) | (position >= end), 0)
     sums = sum_dtype(rows.dtype)
     if weights is not None:
         weights = weights.to(sums)

@@ -8,7 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moefuse.ops.expert import ExpertTensors, expert_rows, of_expert, sum_dtype
+from moefuse.ops.expert import (
+    ExpertTensors,
+    expert_rows,
+    identity_ids,
+    identity_rows,
+    of_expert,
+    scale_of,
+    sum_dtype,
+)
 from moefuse.ops.options import Options
 from moefuse.targets.base import Target
 
@@ -29,6 +37,7 @@ class ReferenceTarget(Target):
         bias1: Sequence[Tensor],
         bias2: Sequence[Tensor],
         options: Options,
+        row_scale: Tensor | None = None,
         accumulate: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
         """As `Target.run`. `accumulate` is the dtype of the sum over slots: float32, or float64 for float64."""
@@ -51,8 +60,12 @@ class ReferenceTarget(Target):
                 of_expert(weight2, expert, experts, 3),
                 of_expert(bias1, expert, experts, 2),
                 of_expert(bias2, expert, experts, 2),
+                scale_of(row_scale, expert),
             )
             rows = expert_rows(x[token], topk_weights[token, slot], tensors, options, dtype)
             y = y.index_add(0, token, rows)
+        if options.num_identity_experts:
+            token, slot = torch.where(identity_ids(topk_ids, options))
+            y = y.index_add(0, token, identity_rows(x[token], topk_weights[token, slot], options, dtype))
         nums = torch.tensor(counts, dtype=torch.int32, device=x.device)
         return y.to(options.output_dtype or x.dtype), nums
