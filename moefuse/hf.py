@@ -1,13 +1,14 @@
 """Tiny Hugging Face MoE models from nothing but a model type, for `moefuse explain hf:TYPE` and for tests.
 
-In: a transformers model type such as "qwen3_moe". Out: a randomly initialised model of two small layers with
-8 experts, in eval mode, and the keyword arguments to call it with. Nothing is downloaded. Needs the
-`transformers` package, which is imported on the first call.
+In: a transformers model type such as "qwen3_moe", or the name of a module below `transformers.models`. Out: a
+randomly initialised model of two small layers with 8 experts, in eval mode, and the keyword arguments to call it
+with. Nothing is downloaded. Needs the `transformers` package, which is imported on the first call.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 import warnings
 from collections.abc import Mapping
@@ -76,6 +77,8 @@ _SIZES: dict[str, Any] = {
     "num_dense_layers": 0,
     "encoder_sparse_step": 1,
     "decoder_sparse_step": 1,
+    "expert_layer_period": 1,
+    "expert_layer_offset": 0,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
@@ -97,12 +100,21 @@ _TYPES: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": EXPERTS, "moe_top_k": TOP_K},
     },
     "dots1": {"n_shared_experts": 1},
-    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [48, 48]},
+    "dots3_note_vision_encoder": {
+        "adapter_in_dim": 64,
+        "adapter_out_dim": 64,
+        "mlp_layer_types": ["sparse", "sparse"],
+    },
+    "ernie4_5_vl_moe_text": {
+        "moe_intermediate_size": [48, 48],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]},
+    },
     "glm4v_moe_text": {
         "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
     },
     "glm5_next_text": {"qk_rope_head_dim": 0},
     "mistral4": {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8},
+    "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 48},
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
@@ -111,8 +123,11 @@ _TYPES: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 8,
     },
     "step3p5": {"sliding_window": 128},
+    "vitpose_backbone": {"num_experts": EXPERTS, "part_features": 16, "image_size": [64, 64]},
     "zaya": {"num_experts_per_tok": 1},
 }
+# Types whose embedding has a name that their own forward doesn't use.
+_EMBEDDED = ("qwen3_omni_moe_talker_text",)
 _LAYER_COUNTS = (
     "num_hidden_layers",
     "num_layers",
@@ -136,14 +151,14 @@ def build(
 ) -> tuple[torch.nn.Module, dict[str, Any]]:
     """A tiny model of `model_type` with random weights in eval mode, and keyword arguments for one call.
 
-    A multimodal type gives its language model. For a hybrid whose MoE blocks are layers of their own
-    (nemotron_h), `layers` counts pairs of one mixer and one MoE block.
+    A multimodal type gives its language model; its other parts have types of their own. For a hybrid whose MoE
+    blocks are layers of their own (nemotron_h), `layers` counts pairs of one mixer and one MoE block.
 
     Args:
-        model_type: a key of transformers' CONFIG_MAPPING.
+        model_type: a key of transformers' CONFIG_MAPPING, or a module that has one (its first is taken).
         overrides: fields of the (text) configuration, applied after the shrinking.
         experts_implementation: "grouped_mm", "batched_mm", "eager", ...; None is transformers' own default.
-        tokens, batch: `input_ids` is int64 [batch, tokens].
+        tokens, batch: as for `inputs`.
         seed: of weights and tokens; the global random state is left as it was.
 
     Raises:
@@ -158,13 +173,60 @@ def build(
         torch.manual_seed(seed)
         model = _instantiate(config, dtype, experts_implementation)
         _randomise(model)
-        ids = torch.randint(3, config.vocab_size, (batch, tokens))
+    model.eval()
+    return model, inputs(model, tokens=tokens, batch=batch, seed=seed)
+
+
+def inputs(model: torch.nn.Module, *, tokens: int = 16, batch: int = 1, seed: int = 0) -> dict[str, Any]:
+    """Keyword arguments for one call of a model that `build` made.
+
+    `input_ids` int64 [batch, tokens]; where a model has no token embedding `inputs_embeds` [batch, tokens, H]; for an
+    image encoder `pixel_values`: images [batch, C, H, W], whose size the configuration fixes, or `batch` images in
+    `tokens` patches each. `seed` decides the values; the global random state isn't used.
+    """
+    config: Any = model.config
+    taken = inspect.signature(model.forward).parameters
+    generator = torch.Generator().manual_seed(seed)
+    if "pixel_values" in taken and "input_ids" not in taken:
+        return _image(config, taken, tokens, batch, generator)
+    if config.model_type in _EMBEDDED:
+        shape = (batch, tokens, config.hidden_size)
+        dtype = next(model.parameters()).dtype
+        return {"inputs_embeds": torch.randn(shape, generator=generator).to(dtype), "use_cache": False}
+    ids = torch.randint(3, config.vocab_size, (batch, tokens), generator=generator)
     kwargs: dict[str, Any] = {"input_ids": ids}
     if getattr(config, "is_encoder_decoder", False):
         kwargs["decoder_input_ids"] = ids.flip(-1)
     if hasattr(config, "use_cache"):
         kwargs["use_cache"] = False
-    return model.eval(), kwargs
+    return kwargs
+
+
+def _image(
+    config: Any, taken: Mapping[str, Any], tokens: int, batch: int, generator: torch.Generator
+) -> dict[str, Any]:
+    if "grid_thw" in taken:  # patches of all images in one row, merged in squares afterwards
+        side = config.spatial_merge_size
+        if tokens % side**2:
+            raise ValueError(f"tokens must be a multiple of {side**2} for this image encoder, got {tokens}")
+        patch = config.num_channels * config.patch_size**2
+        patches = torch.randn((batch * tokens, patch), generator=generator)
+        return {"pixel_values": patches, "grid_thw": torch.tensor([[1, side, tokens // side]] * batch)}
+    kwargs: dict[str, Any] = {
+        "pixel_values": torch.randn((batch, config.num_channels, *config.image_size), generator=generator)
+    }
+    if "dataset_index" in taken:  # the expert of each image
+        kwargs["dataset_index"] = torch.randint(0, config.num_experts, (batch,), generator=generator)
+    return kwargs
+
+
+def model_types(module: str) -> tuple[str, ...]:
+    """The model types whose configuration lives in a module below `transformers.models`, the shortest name first."""
+    from transformers.models.auto import configuration_auto
+
+    names = configuration_auto.CONFIG_MAPPING_NAMES
+    found = [name for name in names if configuration_auto.model_type_to_module_name(name) == module]
+    return tuple(sorted(found, key=lambda name: (len(name), name)))
 
 
 def tiny_config(
@@ -175,6 +237,8 @@ def tiny_config(
         from transformers import CONFIG_MAPPING
     except ImportError as error:
         raise ImportError("hf: models need the transformers package: pip install transformers") from error
+    if model_type not in CONFIG_MAPPING:
+        model_type = next(iter(model_types(model_type)), model_type)
     if model_type not in CONFIG_MAPPING:
         raise ValueError(
             f"model_type must be one that transformers knows (such as qwen3_moe), got {model_type!r}"
@@ -248,13 +312,21 @@ def _instantiate(
             warnings.simplefilter("ignore")  # about kernels that aren't installed: no matter for a tiny model
             model: torch.nn.Module = auto.from_config(config, dtype=dtype, **extra)
         return model
-    # The text half of some multimodal types has a class but no Auto entry.
+    # The parts of some multimodal types have a class but no Auto entry; the last class in a file is the outermost.
     home = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
-    for name, cls in vars(home).items():
-        if name.endswith("TextModel") and getattr(cls, "config_class", None) is type(config):
-            text: torch.nn.Module = cls._from_config(config, dtype=dtype, **extra)
-            return text
-    raise ValueError(f"model_type {config.model_type!r} has no transformers model of its own to build")
+    fitting = [
+        cls
+        for cls in vars(home).values()
+        if inspect.isclass(cls)
+        and issubclass(cls, transformers.PreTrainedModel)
+        and cls.__module__ == home.__name__
+        and getattr(cls, "config_class", None) is type(config)
+        and "forward" in vars(cls)
+    ]
+    if not fitting:
+        raise ValueError(f"model_type {config.model_type!r} has no transformers model of its own to build")
+    part: torch.nn.Module = fitting[-1]._from_config(config, dtype=dtype, **extra)
+    return part
 
 
 @torch.no_grad()

@@ -14,25 +14,18 @@ plain comparison: a near tie of two experts that rounds the other way changes a 
   inputs doesn't see the few that flipped.
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from statistics import median
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 from torch._dynamo.backends.registry import lookup_backend
-from torch.fx import GraphModule, Interpreter, Node
-from torch.utils import _pytree as pytree
+from torch.fx import GraphModule
 
-import moefuse.backend
 from moefuse import hf
-from moefuse.passes import pipeline
-from moefuse.testing.oracle import Float64Run, SafeRun, op_name
+from moefuse.zoo.rounding import Fused, block_errors, exact_logits, watch
 from tests.zoo import styles
 
 LAYERS = 2
@@ -77,159 +70,6 @@ def token_ids(tokens: int, seed: int) -> Tensor:
     """int64 [BATCH, tokens], the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, hf.VOCAB, (BATCH, tokens), generator=generator)
-
-
-@dataclass
-class Fused:
-    """One graph that the backend compiled: before and after the passes, and the real inputs of its last call."""
-
-    before: GraphModule
-    after: GraphModule
-    outputs: list[tuple[str, Node]]  # per fused layer: the node that was replaced, and what replaced it
-    inputs: tuple[Any, ...] = ()
-
-    @property
-    def calls(self) -> list[Node]:
-        return [node for node in self.after.graph.nodes if op_name(node) == "moefuse::mega_moe"]
-
-
-@contextmanager
-def watch() -> Iterator[list[Fused]]:
-    """Collect what the backend makes of every graph that is compiled inside."""
-    seen: list[Fused] = []
-    outputs: list[tuple[str, Node]] = []
-    run = pipeline.run
-    fuse_site = pipeline.fuse_site  # type: ignore[attr-defined]
-    compile_inner = moefuse.backend.compile_inner  # type: ignore[attr-defined]
-
-    def watched_run(gm: GraphModule, *args: Any, **kwargs: Any) -> Any:
-        before = _runnable(gm)
-        outputs.clear()
-        result = run(gm, *args, **kwargs)
-        after = _runnable(gm)
-        named = {node.name: node for node in after.graph.nodes}
-        seen.append(Fused(before, after, [(old, named[new.name]) for old, new in outputs]))
-        return result
-
-    def watched_site(graph: Any, site: Any, target: str) -> Node:
-        user = next(iter(site.node.users))
-        position = user.all_input_nodes.index(site.node)
-        call, _ = fuse_site(graph, site, target)
-        outputs.append((site.node.name, user.all_input_nodes[position]))
-        return call
-
-    def watched_compile(gm: GraphModule, *args: Any, **kwargs: Any) -> Any:
-        compiled = compile_inner(gm, *args, **kwargs)
-        if kwargs.get("original") is None:  # compiled unfused
-            return compiled
-        record = seen[-1]
-
-        def call(*inputs: Any) -> Any:
-            record.inputs = inputs
-            return compiled(*inputs)
-
-        return call
-
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(pipeline, "run", watched_run))
-        stack.enter_context(mock.patch.object(pipeline, "fuse_site", watched_site))
-        stack.enter_context(mock.patch.object(moefuse.backend, "compile_inner", watched_compile))
-        yield seen
-
-
-def _runnable(gm: GraphModule) -> GraphModule:
-    """A copy, since the passes and Inductor change the graph; views of nemotron_h need a copy at one token."""
-    copied = deepcopy(gm)
-    for node in copied.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
-        node.target = torch.ops.aten.reshape.default
-    return copied
-
-
-class _Given:
-    """Interpreter mix-in: the nodes named in `given` aren't computed, they have these values."""
-
-    given: dict[str, Any]
-
-    def run_node(self, n: Node) -> Any:
-        computed = n.op == "placeholder" or n.name not in self.given  # placeholders are read off in order
-        return super().run_node(n) if computed else self.given[n.name]  # type: ignore[misc]
-
-
-class _GivenRun(_Given, Interpreter):
-    def __init__(self, graph_module: GraphModule, given: dict[str, Any]) -> None:
-        super().__init__(graph_module, garbage_collect_values=False)
-        self.given = given
-
-
-class _GivenFloat64(_Given, Float64Run):
-    def __init__(self, graph_module: GraphModule, pinned: dict[Node, Any], given: dict[str, Any]) -> None:
-        super().__init__(graph_module, pinned)
-        self.garbage_collect_values = False
-        self.given = {name: _double(value) for name, value in given.items()}
-
-
-def _double(value: Any) -> Any:
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-@dataclass
-class Errors:
-    """Sums of squares over inputs: mega_moe's and eager's difference to float64, and the size of float64."""
-
-    mine: float = 0.0
-    eager: float = 0.0
-    size: float = 0.0
-
-    def add(self, mine: Tensor, eager: Tensor, exact: Tensor) -> None:
-        self.mine += float((mine.double() - exact).square().sum())
-        self.eager += float((eager.double() - exact).square().sum())
-        self.size += float(exact.square().sum())
-
-    @property
-    def ratio(self) -> float:
-        """How many times eager's error; infinite where only eager is exact."""
-        return (self.mine / self.eager) ** 0.5 if self.eager else (float("inf") if self.mine else 1.0)
-
-
-def block_errors(fused: Fused, inputs: list[tuple[Any, ...]]) -> list[Errors]:
-    """Per MoE layer, from the same operands: see `block` in the module text."""
-    known = {node.name for node in fused.before.graph.nodes}
-    operands = {name for call in fused.calls for name in _operands(call, known)}
-    errors = [Errors() for _ in fused.outputs]
-    for values in inputs:
-        eager = SafeRun(fused.before)
-        eager.run(*values)
-        by_name = {node.name: value for node, value in eager.env.items()}
-        given = {name: by_name[name] for name in operands}
-        exact, mine = _GivenFloat64(fused.before, eager.env, given), _GivenRun(fused.after, given)
-        exact.run(*values)
-        mine.run(*values)
-        exact_by_name = {node.name: value for node, value in exact.env.items()}
-        for error, (old, new) in zip(errors, fused.outputs, strict=True):
-            error.add(mine.env[new], by_name[old], exact_by_name[old])
-    return errors
-
-
-def _operands(call: Node, known: set[str]) -> set[str]:
-    """The nearest ancestors of a call that the unfused graph has too."""
-    found: set[str] = set()
-    stack = list(call.all_input_nodes)
-    while stack:
-        node = stack.pop()
-        if node.name in known:
-            found.add(node.name)
-        else:
-            stack.extend(node.all_input_nodes)
-    return found
-
-
-def exact_logits(fused: Fused, inputs: tuple[Any, ...], eager: Tensor) -> Tensor:
-    """The float64 logits with eager's routing: the output of the unfused graph that is nearest to eager's logits."""
-    run = SafeRun(fused.before)
-    run.run(*inputs)
-    outputs = pytree.tree_leaves(Float64Run(fused.before, run.env).run(*inputs))
-    fitting = [value for value in outputs if isinstance(value, Tensor) and value.shape == eager.shape]
-    return min(fitting, key=lambda value: float((value - eager).norm()))
 
 
 def per_token(got: Tensor, want: Tensor) -> list[float]:

@@ -1,0 +1,285 @@
+"""One cell of the zoo: one tiny model under one setting, measured.
+
+In: a row, an implementation, a dtype, a kind of shapes, an inner compiler. Out: a `Cell` with everything that the table
+shows. How many MoE layers there must be is counted while the model runs in eager: a layer that moefuse doesn't find
+makes a difference here. How many were fused is counted while the compiled model runs, call by call of the kernel.
+
+float32 is compared with eager, norm-wise over every output. In lower precisions each fused layer alone is compared with
+float64, see `moefuse.zoo.rounding`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.utils import _pytree as pytree
+
+import moefuse
+from moefuse.ops import kernels
+from moefuse.report.journal import JOURNAL
+from moefuse.report.model import GraphReport, LayerReport
+from moefuse.testing.compare import relative_error
+from moefuse.zoo.rounding import Fused, block_errors, watch
+from moefuse.zoo.rows import EAGER, GROUPED, Case, Row, build
+
+STATIC, DYNAMIC, GENERATE = "static", "dynamic", "generate"
+SHAPES = (STATIC, DYNAMIC)
+TOKENS = (16, 24)
+GENERATED = 20
+
+RELATIVE = 1e-5
+"""float32: sums of a few hundred products in another order, through two layers."""
+RATIO = 1.5
+"""Lower precision: how many times eager's own error to float64 a layer may have."""
+
+
+@dataclass
+class Cell:
+    """The result of one cell.
+
+    layers: MoE layers that run in eager. found: MoE layers that moefuse saw, fused: calls of the fused node in one
+    run. graphs, breaks: Dynamo's; plain_graphs: the graphs of the same code without moefuse, counted where there are
+    several. error: largest relative error; ratio: the same as a multiple of eager's own (lower precisions).
+    capture, passes: CPU seconds of moefuse's functional trace and of its passes. reason: "" when every layer is fused
+    and the result is right; else the first thing that stands in the way.
+    """
+
+    row: str
+    implementation: str
+    dtype: str
+    shapes: str
+    inner: str
+    layers: int = 0
+    found: int = 0
+    fused: int = 0
+    graphs: int = 0
+    breaks: int = 0
+    plain_graphs: int | None = None
+    error: float | None = None
+    ratio: float | None = None
+    capture: float = 0.0
+    passes: float = 0.0
+    seconds: float = 0.0
+    wrong: bool = False
+    reason: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def key(self) -> str:
+        """What tells this cell from all others of a sweep."""
+        return "|".join((self.row, self.implementation, self.dtype, self.shapes, self.inner))
+
+    @property
+    def ok(self) -> bool:
+        """Every layer is fused, and the result is right."""
+        return not self.reason
+
+
+def measure(row: Row, cell: Cell) -> Cell:
+    """Fill a cell. Whatever the model or moefuse raises becomes the cell's reason."""
+    start = time.process_time()
+    torch._dynamo.reset()
+    try:
+        case = build(row, cell.implementation, getattr(torch, cell.dtype))
+        if cell.shapes == GENERATE:
+            _generate(cell, case)
+        else:
+            _call(cell, case)
+    except Exception as error:
+        cell.reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    cell.seconds = round(time.process_time() - start, 2)
+    torch._dynamo.reset()
+    return cell
+
+
+def _call(cell: Cell, case: Case) -> None:
+    lengths = TOKENS if cell.shapes == DYNAMIC else TOKENS[:1]
+    calls = [case.inputs(tokens, seed) for seed, tokens in enumerate(lengths)]
+    with torch.no_grad():
+        with _running(case) as ran:
+            want = [case.module(*args, **kwargs) for args, kwargs in calls]
+        cell.layers = len(ran) if case.count is None else case.count
+        compiled = _compiled(cell, case.module)
+        first = JOURNAL.next_index()
+        counters.clear()
+        with watch() as seen, _kernel_calls() as fused:
+            got = []
+            for args, kwargs in calls:
+                fused.clear()
+                got.append(compiled(*args, **kwargs))
+                cell.graphs = cell.graphs or counters["stats"]["unique_graphs"]
+        cell.breaks = sum(counters["graph_break"].values())
+        broken = [_first_words(str(text)) for text in counters["graph_break"]]
+        _read(cell, case, [graph for graph in _graphs() if graph.index > first], len(fused))
+        _judge(cell, seen, got, want)
+        if cell.graphs > 1 and cell.fused:
+            cell.plain_graphs = _plain_graphs(cell, case, calls[0])
+    cell.reason = _reason(cell, broken)
+
+
+def _compiled(cell: Cell, module: nn.Module) -> Callable[..., Any]:
+    dynamic = True if cell.shapes == DYNAMIC else None
+    if cell.implementation == EAGER:
+        return moefuse.compile(module, dynamic=dynamic, inner=cell.inner)
+    return torch.compile(module, backend="moefuse", dynamic=dynamic, options={"inner": cell.inner})
+
+
+@contextmanager
+def _running(case: Case) -> Iterator[set[str]]:
+    """The paths of the case's MoE layers whose experts are called inside."""
+    ran: set[str] = set()
+    with _hooks([m.register_forward_pre_hook(_note(ran, path)) for path, m in case.layers.items()]):
+        yield ran
+
+
+@contextmanager
+def _hooks(handles: list[Any]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _note(ran: set[str], path: str) -> Callable[..., None]:
+    return lambda *_: ran.add(path)
+
+
+@contextmanager
+def _kernel_calls() -> Iterator[list[str]]:
+    """One entry for each call of a fused node inside, whatever its target."""
+    calls: list[str] = []
+    kernels.kernel("reference")  # registers them all
+
+    def counted(name: str, kernel: kernels.Kernel) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            calls.append(name)
+            return kernel(*arguments)
+
+        return run
+
+    table = {name: counted(name, kernel) for name, kernel in kernels._KERNELS.items()}
+    with mock.patch.dict(kernels._KERNELS, table):
+        yield calls
+
+
+def _graphs() -> list[GraphReport]:
+    return [graph for report in moefuse.reports() for graph in report.graphs]
+
+
+def _read(cell: Cell, case: Case, graphs: list[GraphReport], calls: int) -> None:
+    """What the reports say about the row's own layers."""
+    sites = [site for graph in graphs for site in graph.sites]
+    foreign = [site for site in sites if any(_below(site, path) for path in case.others)]
+    mine = [site for site in sites if site not in foreign]
+    cell.found = len(mine)
+    cell.fused = calls - sum(site.fused for site in foreign)
+    cell.capture = sum(graph.seconds.get("capture", 0.0) for graph in graphs)
+    cell.passes = sum(sum(graph.seconds.values()) for graph in graphs) - cell.capture
+    refused = [f"{site.reason} ({site.source})" if site.source else site.reason for site in mine if site.reason]
+    failed = [graph.error.strip().splitlines()[-1] for graph in graphs if graph.error]
+    noted = [graph.note for graph in graphs if graph.note.startswith("left as it is")]
+    cell.notes = list(dict.fromkeys(failed + refused + noted))
+
+
+def _below(site: LayerReport, path: str) -> bool:
+    return site.layer == path or site.layer.startswith(f"{path}.")
+
+
+def _judge(cell: Cell, seen: list[Fused], got: list[Any], want: list[Any]) -> None:
+    if cell.dtype == "float32":
+        cell.error = max(_difference(a, b) for a, b in zip(got, want, strict=True))
+        cell.wrong = not cell.error <= RELATIVE
+        return
+    ratios, errors = [0.0], [0.0]
+    for fused in seen:
+        if fused.calls and fused.inputs:
+            for layer in block_errors(fused, [fused.inputs]):
+                ratios.append(layer.ratio)
+                errors.append((layer.mine / layer.size) ** 0.5 if layer.size else 0.0)
+    cell.error, cell.ratio = max(errors), max(ratios)
+    cell.wrong = not cell.ratio <= RATIO
+
+
+def _difference(got: Any, want: Any) -> float:
+    """Largest relative error of any floating point tensor of a result."""
+    pairs = zip(pytree.tree_leaves(got), pytree.tree_leaves(want), strict=True)
+    errors = [
+        relative_error(a, b)
+        for a, b in pairs
+        if isinstance(b, torch.Tensor) and b.is_floating_point() and b.numel()
+    ]
+    return max(errors, default=float("inf"))
+
+
+def _plain_graphs(cell: Cell, case: Case, call: tuple[tuple[Any, ...], dict[str, Any]]) -> int:
+    """The graphs of the same code without moefuse."""
+    torch._dynamo.reset()
+    counters.clear()
+    args, kwargs = call
+    torch.compile(case.module, backend="eager", dynamic=True if cell.shapes == DYNAMIC else None)(
+        *args, **kwargs
+    )
+    return int(counters["stats"]["unique_graphs"])
+
+
+def _reason(cell: Cell, broken: list[str]) -> str:
+    if cell.wrong:
+        times = "" if cell.ratio is None else f", {cell.ratio:.2f} times eager's own"
+        return f"WRONG: relative error {cell.error:.2g}{times}"
+    if cell.layers and cell.fused == cell.layers:
+        return ""
+    if not cell.layers:
+        return "no MoE layer runs in eager"
+    missing = f"{cell.fused} of {cell.layers} layers fused"
+    why = cell.notes or broken
+    return f"{missing}: {why[0] if why else 'nothing found'}"[:400]
+
+
+def _first_words(text: str) -> str:
+    """What broke and Dynamo's explanation, without its hints."""
+    lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+    told = [line.removeprefix("Explanation: ") for line in lines[:2]]
+    return ": ".join(told)
+
+
+def _generate(cell: Cell, case: Case) -> None:
+    """Greedy tokens with a KV cache must be eager's."""
+    if not case.generates:
+        cell.reason = "the model doesn't generate"
+        return
+    model: Any = case.module
+    with _running(case) as ran:
+        (), kwargs = case.inputs(TOKENS[0], 0)
+        options = {"max_new_tokens": GENERATED, "min_new_tokens": GENERATED, "do_sample": False, "use_cache": True}
+        given = {name: value for name, value in kwargs.items() if name in ("input_ids",)}
+        want = model.generate(**given, **options)
+    cell.layers = len(ran)
+    first = JOURNAL.next_index()
+    counters.clear()
+    model.forward = torch.compile(model.forward, backend="moefuse", options={"inner": cell.inner})
+    with _kernel_calls() as fused:
+        got = model.generate(**given, **options)
+    cell.graphs = counters["stats"]["unique_graphs"]
+    cell.breaks = sum(counters["graph_break"].values())
+    _read(cell, case, [graph for graph in _graphs() if graph.index > first], 0)
+    same = bool(torch.equal(got, want))
+    cell.wrong = not same
+    cell.fused = len(fused) // GENERATED
+    if not same:
+        agree = (got == want).all(0).long().cumprod(0).sum() - kwargs["input_ids"].shape[-1]
+        cell.reason = f"WRONG: tokens differ from eager's after {int(agree)} steps"
+    elif cell.fused < cell.layers:
+        cell.reason = f"{cell.fused} of {cell.layers} layers fused: {next(iter(cell.notes), 'nothing found')}"[:400]
+
+
+GENERATING = (GROUPED, "batched_mm")
+"""Implementations for which generation is checked."""
