@@ -99,6 +99,7 @@ _TYPES: dict[str, dict[str, Any]] = {
         "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": EXPERTS, "moe_top_k": TOP_K},
     },
+    "doge": {"is_moe": True, "num_experts": 16},  # product keys: a square
     "dots1": {"n_shared_experts": 1},
     "dots3_note_vision_encoder": {
         "adapter_in_dim": 64,
@@ -148,6 +149,7 @@ def build(
     tokens: int = 16,
     batch: int = 1,
     seed: int = 0,
+    whole: bool = False,
 ) -> tuple[torch.nn.Module, dict[str, Any]]:
     """A tiny model of `model_type` with random weights in eval mode, and keyword arguments for one call.
 
@@ -160,6 +162,7 @@ def build(
         experts_implementation: "grouped_mm", "batched_mm", "eager", ...; None is transformers' own default.
         tokens, batch: as for `inputs`.
         seed: of weights and tokens; the global random state is left as it was.
+        whole: of a multimodal type take the whole model, not its language model.
 
     Raises:
         ImportError: transformers is not installed.
@@ -168,7 +171,7 @@ def build(
     for name, value in (("layers", layers), ("tokens", tokens), ("batch", batch)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    config = tiny_config(model_type, layers=layers, overrides=overrides)
+    config = tiny_config(model_type, layers=layers, overrides=overrides, whole=whole)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = _instantiate(config, dtype, experts_implementation)
@@ -193,9 +196,10 @@ def inputs(model: torch.nn.Module, *, tokens: int = 16, batch: int = 1, seed: in
         shape = (batch, tokens, config.hidden_size)
         dtype = next(model.parameters()).dtype
         return {"inputs_embeds": torch.randn(shape, generator=generator).to(dtype), "use_cache": False}
-    ids = torch.randint(3, config.vocab_size, (batch, tokens), generator=generator)
+    vocabulary = config.get_text_config().vocab_size
+    ids = torch.randint(3, vocabulary, (batch, tokens), generator=generator)
     kwargs: dict[str, Any] = {"input_ids": ids}
-    if getattr(config, "is_encoder_decoder", False):
+    if "decoder_input_ids" in taken:
         kwargs["decoder_input_ids"] = ids.flip(-1)
     if hasattr(config, "use_cache"):
         kwargs["use_cache"] = False
@@ -230,9 +234,9 @@ def model_types(module: str) -> tuple[str, ...]:
 
 
 def tiny_config(
-    model_type: str, *, layers: int = 2, overrides: Mapping[str, Any] | None = None
+    model_type: str, *, layers: int = 2, overrides: Mapping[str, Any] | None = None, whole: bool = False
 ) -> PretrainedConfig:
-    """The shrunk (text) configuration of a model type. Errors as `build`."""
+    """The shrunk (text) configuration of a model type; `whole`: with all parts. Errors as `build`."""
     try:
         from transformers import CONFIG_MAPPING
     except ImportError as error:
@@ -246,9 +250,19 @@ def tiny_config(
     full = CONFIG_MAPPING[model_type]()
     # An encoder-decoder is its own text model: get_text_config would give only one half of it.
     default = full if full.is_encoder_decoder else full.get_text_config()
+    if whole and default is not full:
+        parts = {name: getattr(full, name) for name in full.sub_configs}
+        tiny = {name: _shrunk(part, layers, {}) for name, part in parts.items() if part is not None}
+        tiny["text_config"] = _shrunk(default, layers, overrides or {})
+        complete: PretrainedConfig = type(full)(**tiny)
+        return complete
+    return _shrunk(default, layers, overrides or {})
+
+
+def _shrunk(default: PretrainedConfig, layers: int, overrides: Mapping[str, Any]) -> PretrainedConfig:
     known = {*default.to_dict(), *default.attribute_map, *_TYPES.get(default.model_type, ())}
     fields = {name: value for name, value in _sizes(default, layers).items() if name in known}
-    for name, value in (overrides or {}).items():
+    for name, value in overrides.items():
         if name not in known:
             raise ValueError(f"overrides: {type(default).__name__} has no field {name!r}")
         # num_experts and num_local_experts may be one field under two names: set it once, by its real name.
@@ -314,7 +328,7 @@ def _instantiate(
         return model
     # The parts of some multimodal types have a class but no Auto entry; the last class in a file is the outermost.
     home = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
-    fitting = [
+    fitting: list[Any] = [
         cls
         for cls in vars(home).values()
         if inspect.isclass(cls)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -37,6 +38,8 @@ GENERATED = 20
 
 RELATIVE = 1e-5
 """float32: sums of a few hundred products in another order, through two layers."""
+NO_GENERATION = "the model doesn't generate"
+
 RATIO = 1.5
 """Lower precision: how many times eager's own error to float64 a layer may have."""
 
@@ -48,8 +51,9 @@ class Cell:
     layers: MoE layers that run in eager. found: MoE layers that moefuse saw, fused: calls of the fused node in one
     run. graphs, breaks: Dynamo's; plain_graphs: the graphs of the same code without moefuse, counted where there are
     several. error: largest relative error; ratio: the same as a multiple of eager's own (lower precisions).
-    capture, passes: CPU seconds of moefuse's functional trace and of its passes. reason: "" when every layer is fused
-    and the result is right; else the first thing that stands in the way.
+    capture, passes: CPU seconds of moefuse's functional trace and of its passes. wrong: the result differs. refused:
+    nothing was fused, as it must be. reason: "" when every layer is fused and the result is right; else the first
+    thing that stands in the way.
     """
 
     row: str
@@ -69,6 +73,7 @@ class Cell:
     passes: float = 0.0
     seconds: float = 0.0
     wrong: bool = False
+    refused: bool = False
     reason: str = ""
     notes: list[str] = field(default_factory=list)
 
@@ -79,8 +84,8 @@ class Cell:
 
     @property
     def ok(self) -> bool:
-        """Every layer is fused, and the result is right."""
-        return not self.reason
+        """Every layer is fused and the result is right, or the layers were refused as they must be."""
+        return not self.reason or self.refused
 
 
 def measure(row: Row, cell: Cell) -> Cell:
@@ -95,6 +100,8 @@ def measure(row: Row, cell: Cell) -> Cell:
             _call(cell, case)
     except Exception as error:
         cell.reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    told = bool(cell.layers) and not cell.wrong and not cell.fused
+    cell.refused = told and not row.fusable and row.reason in cell.reason
     cell.seconds = round(time.process_time() - start, 2)
     torch._dynamo.reset()
     return cell
@@ -184,10 +191,19 @@ def _read(cell: Cell, case: Case, graphs: list[GraphReport], calls: int) -> None
     cell.fused = calls - sum(site.fused for site in foreign)
     cell.capture = sum(graph.seconds.get("capture", 0.0) for graph in graphs)
     cell.passes = sum(sum(graph.seconds.values()) for graph in graphs) - cell.capture
-    refused = [f"{site.reason} ({site.source})" if site.source else site.reason for site in mine if site.reason]
+    refused = [
+        f"{site.reason} ({_place(site.source)})" if site.source else site.reason
+        for site in mine
+        if site.reason
+    ]
     failed = [graph.error.strip().splitlines()[-1] for graph in graphs if graph.error]
     noted = [graph.note for graph in graphs if graph.note.startswith("left as it is")]
     cell.notes = list(dict.fromkeys(failed + refused + noted))
+
+
+def _place(source: str) -> str:
+    """The file below the folder of installed packages or below the current one: the same text on every machine."""
+    return source.rpartition("site-packages/")[2].removeprefix(f"{Path.cwd()}/")
 
 
 def _below(site: LayerReport, path: str) -> bool:
@@ -254,12 +270,17 @@ def _first_words(text: str) -> str:
 def _generate(cell: Cell, case: Case) -> None:
     """Greedy tokens with a KV cache must be eager's."""
     if not case.generates:
-        cell.reason = "the model doesn't generate"
+        cell.reason = NO_GENERATION
         return
     model: Any = case.module
     with _running(case) as ran:
         (), kwargs = case.inputs(TOKENS[0], 0)
-        options = {"max_new_tokens": GENERATED, "min_new_tokens": GENERATED, "do_sample": False, "use_cache": True}
+        options = {
+            "max_new_tokens": GENERATED,
+            "min_new_tokens": GENERATED,
+            "do_sample": False,
+            "use_cache": True,
+        }
         given = {name: value for name, value in kwargs.items() if name in ("input_ids",)}
         want = model.generate(**given, **options)
     cell.layers = len(ran)
@@ -278,7 +299,9 @@ def _generate(cell: Cell, case: Case) -> None:
         agree = (got == want).all(0).long().cumprod(0).sum() - kwargs["input_ids"].shape[-1]
         cell.reason = f"WRONG: tokens differ from eager's after {int(agree)} steps"
     elif cell.fused < cell.layers:
-        cell.reason = f"{cell.fused} of {cell.layers} layers fused: {next(iter(cell.notes), 'nothing found')}"[:400]
+        cell.reason = (
+            f"{cell.fused} of {cell.layers} layers fused: {next(iter(cell.notes), 'nothing found')}"[:400]
+        )
 
 
 GENERATING = (GROUPED, "batched_mm")

@@ -25,8 +25,8 @@ from moefuse.zoo.scan import scan
 
 GROUPED, BATCHED, EAGER, BARE = "grouped_mm", "batched_mm", "eager", "eager-bare"
 IMPLEMENTATIONS = (GROUPED, BATCHED, EAGER, BARE)
-"""What is compiled, and by whom: two of transformers' implementations by torch.compile, and the model's own code (mostly
-a loop over the experts) by moefuse.compile and by bare torch.compile."""
+"""What is compiled, and by whom: two of transformers' implementations by torch.compile, and the model's own code
+(mostly a loop over the experts) by moefuse.compile and by bare torch.compile."""
 
 BATCH = 2
 
@@ -74,6 +74,10 @@ _VARIANTS: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
 }
 
 
+# Their experts have a capacity: tokens beyond it are dropped, which no node does.
+_CAPACITY = ("nllb_moe", "switch_transformers")
+
+
 def rows(styles: Sequence[Path] = ()) -> tuple[Row, ...]:
     """Every row, transformers first. Raises ImportError without transformers, ValueError for a bad file of styles."""
     return (*_architectures(), *(row for file in styles for row in _styles(file)))
@@ -82,6 +86,7 @@ def rows(styles: Sequence[Path] = ()) -> tuple[Row, ...]:
 def _architectures() -> Iterator[Row]:
     for found in scan():
         row = Row(found.name, found.module, found.block, found.experts, found.interface)
+        row = replace(row, fusable=found.module not in _CAPACITY)
         yield row
         if row.name in _VARIANTS:
             yield replace(row, name=f"{row.name}/{_VARIANTS[row.name][0]}")
@@ -135,16 +140,14 @@ def _resized(value: Any, tokens: int, generator: torch.Generator, dtype: torch.d
 
 def _transformers_case(row: Row, implementation: str, dtype: torch.dtype) -> Case:
     model = _model(row, implementation, dtype)
-    families = {arch.experts: arch.block for arch in scan() if arch.module == row.module}
+    families = {arch.experts for arch in scan() if arch.module == row.module}
     layers: dict[str, nn.Module] = {}
     others = set()
     for path, block in model.named_modules():
         for child in block.children():
-            if type(child).__name__ not in families:
-                continue
             if type(child).__name__ == row.experts and type(block).__name__ == row.block:
                 layers[path] = child
-            else:
+            elif type(child).__name__ in families:
                 others.add(path)
     if not layers:
         raise ValueError(f"{row.name}: {type(model).__name__} has no {row.block}")
@@ -158,19 +161,20 @@ def _transformers_case(row: Row, implementation: str, dtype: torch.dtype) -> Cas
 
 
 def _model(row: Row, implementation: str, dtype: torch.dtype) -> Any:
-    """The first of the module's models that has the row's block; the error of the last where none can be built."""
+    """The first of the module's models that has the row's block: its text model, another part, or the whole."""
     setting = None
     if row.interface:
         setting = LOOP if implementation in (EAGER, BARE) else implementation
     types = hf.model_types(row.module)
     failed: Exception | None = None
-    for model_type in types:
+    for model_type, whole in [(name, False) for name in types] + [(name, True) for name in types[:1]]:
         try:
-            model, _ = hf.build(model_type, dtype=dtype, experts_implementation=setting)
-        except Exception as error:  # parts of a multimodal model without experts may need more than text
+            model, _ = hf.build(model_type, dtype=dtype, experts_implementation=setting, whole=whole)
+        except Exception as error:  # another part of a multimodal model may be buildable
             failed = failed or error
             continue
         if any(type(module).__name__ == row.block for module in model.modules()):
             return model
     tried = ", ".join(types) or "none"
-    raise ValueError(f"{row.name}: no model has {row.block}; model types tried: {tried}") from failed
+    why = f" ({' '.join(str(failed).split())})" if failed else ""
+    raise ValueError(f"{row.name}: no model has {row.block}; model types tried: {tried}{why}") from failed
