@@ -62,12 +62,10 @@ def watch() -> Iterator[list[Fused]]:
         seen.append(Fused(before, after, [(old, named[new.name]) for old, new in outputs]))
         return result
 
-    def watched_site(graph: Any, site: Any, target: str) -> Node:
-        user = next(iter(site.node.users))
-        position = user.all_input_nodes.index(site.node)
-        call = fuse_site(graph, site, target)
-        outputs.append((site.node.name, user.all_input_nodes[position]))
-        return call
+    def watched_site(graph: Any, site: Any, target: str) -> tuple[Node, Node]:
+        call, output = fuse_site(graph, site, target)
+        outputs.append((site.node.name, output))
+        return call, output
 
     def watched_compile(gm: GraphModule, *args: Any, **kwargs: Any) -> Any:
         compiled = compile_inner(gm, *args, **kwargs)
