@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import sympy
 import torch
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 Size = int | torch.SymInt
 
@@ -19,6 +20,11 @@ def expr(size: Size) -> sympy.Expr:
         node = size.node
         return sympy.sympify(node.shape_env.replace(node.expr) if node.shape_env is not None else node.expr)
     return sympy.Integer(size)
+
+
+def is_unbacked(size: Size) -> bool:
+    """True for a size that depends on the values of some tensor."""
+    return isinstance(size, torch.SymInt) and bool(free_unbacked_symbols(size))
 
 
 def same(a: Size, b: Size) -> bool:

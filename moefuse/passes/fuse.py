@@ -10,6 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from moefuse.graph import sizes
+from moefuse.passes.counts import Counts
 from moefuse.passes.emit import Emitter
 from moefuse.patterns.facts import Axis, Conflict, Dims, Expr, Leaf, group_size
 from moefuse.patterns.router import walk
@@ -35,42 +36,49 @@ def fuse_site(graph: Graph, site: Site, target: str) -> tuple[Node, Node]:
     if value(result).dtype != value(site.node).dtype or value(result).dim() != value(site.node).dim():
         raise Conflict(f"the fused output is {value(result).dtype} {tuple(value(result).shape)}")
     result = _as_strided(emitter, site, result)
-    _resize(graph, site)
-    _drop_size_asserts(graph, site)
+    counts = Counts(site)
+    _resize(graph, site, counts)
+    _drop_size_asserts(graph, counts)
     site.node.replace_all_uses_with(result)
     return call, result
 
 
-def _resize(graph: Graph, site: Site) -> None:
+def _resize(graph: Graph, site: Site, counts: Counts) -> None:
     """Nothing may hold on to rows that go: sizes are read off the operands, checks of their metadata go too."""
     operands = [leaf.node for leaf in operand_leaves(site)]
-    for node in _region(site):
+    region = _region(site)
+    for node in region:
         for user in [user for user in node.users if op_name(user) == "aten::_assert_tensor_metadata"]:
             graph.erase_node(user)
     for row in expert_rows(site):
         for user in [user for user in row.users if op_name(user) == "aten::sym_size"]:
+            if _goes(user, region, counts):
+                continue
             earlier = [node for node in operands if node < user]
             user.replace_all_uses_with(Emitter(graph, user, earlier).size_node(value(user)))
 
 
-def _drop_size_asserts(graph: Graph, site: Site) -> None:
+def _goes(size: Node, region: set[Node], counts: Counts) -> bool:
+    """True for a size that only the rows themselves read, or assertions that hold anyway."""
+    return all(
+        user in region
+        or (
+            (
+                counts.holds(user)
+                if op_name(user) == "aten::_assert_scalar"
+                else not isinstance(value(user), torch.Tensor)
+            )
+            and _goes(user, region, counts)
+        )
+        for user in size.users
+    )
+
+
+def _drop_size_asserts(graph: Graph, counts: Counts) -> None:
     """Assertions that hold by construction (0 <= slots of an expert <= all slots) go with a loop; a user's own stay."""
-    slots = sizes.product(axis.size for axis in (*site.layer.tokens, *site.layer.slots))
-    sizes_read = [user for pick in site.picks for user in pick.users if op_name(user) == "aten::sym_size"]
-    for size in sizes_read:
-        for compared in list(size.users):
-            if compared.args[0] is not size or not _always_true(compared, slots):
-                continue
-            for user in list(compared.users):
-                if op_name(user) == "aten::_assert_scalar":
-                    graph.erase_node(user)
-
-
-def _always_true(compared: Node, slots: sizes.Size) -> bool:
-    bound = value(compared.args[1])
-    if compared.target is operator.ge:
-        return isinstance(bound, int) and bound <= 0
-    return compared.target is operator.le and sizes.same(bound, slots)
+    for node in graph.find_nodes(op="call_function", target=aten._assert_scalar.default):
+        if counts.holds(node):
+            graph.erase_node(node)
 
 
 def restack(tensors: list[Node], experts: int) -> list[Node]:

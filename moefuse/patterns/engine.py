@@ -8,17 +8,33 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 import torch
 from torch.fx import Graph, Node
 
 from moefuse.graph import sizes
-from moefuse.patterns import finalize_routing, grouped_matmul, init_routing, loops, router, structure
-from moefuse.patterns.facts import Axis, Cases, Conflict, Const, Dot, Expr, Fact, Group, Leaf, Lost, Sum
+from moefuse.patterns import finalize_routing, grouped_matmul, init_routing, loops, pieces, router, structure
+from moefuse.patterns.facts import (
+    Axis,
+    Cases,
+    Conflict,
+    Const,
+    Dot,
+    Expr,
+    Fact,
+    Group,
+    Leaf,
+    Lost,
+    Perm,
+    Pick,
+    Sum,
+    Tally,
+)
 from moefuse.patterns.rules import READS_NO_ELEMENT, Outcome, argument, op_name, rule_for, value
 from moefuse.patterns.site import Site, assemble
 from moefuse.patterns.unify import Unifier, fresh
 
-COMPONENTS = (structure, router, init_routing, grouped_matmul, finalize_routing, loops)
+COMPONENTS = (structure, router, init_routing, pieces, grouped_matmul, finalize_routing, loops)
 """The files whose import fills the rule book."""
 
 
@@ -50,6 +66,9 @@ class Lifter:
     def __init__(self) -> None:
         self.result = Lifted()
         self.forced = False
+        self.counts: dict[sympy.Symbol, Perm | Pick | Tally] = {}
+        self._whole: Node | None = None
+        """An operand to take as an opaque tensor, whatever is known of it."""
         self._opened: dict[Leaf, Expr | None] = {}
         self._single: dict[Node, Site] = {}
         """Nodes that are complete layers of one slot per token, so far: what follows may still belong to them."""
@@ -61,7 +80,7 @@ class Lifter:
         if not isinstance(arg, Node):
             return Fact(Const(float(arg)) if isinstance(arg, int | float) else Const(0.0), ())
         known = self.result.facts.get(arg)
-        if isinstance(known, Fact):
+        if isinstance(known, Fact) and arg is not self._whole:
             return fresh(known)
         return leaf_fact(arg)
 
@@ -77,16 +96,24 @@ class Lifter:
         return expr if opened is None else self.expand(opened, opaque)
 
     def _open(self, leaf: Leaf) -> Expr | None:
-        outcome = self._forced(leaf.node)
-        if not isinstance(outcome, Fact) or (
-            isinstance(outcome.expr, Leaf) and outcome.expr.node is leaf.node
-        ):
-            return None
-        unifier = Unifier()
-        for have, want in zip(outcome.dims, leaf.index, strict=True):
-            if have:
-                unifier.unify(want, have)
-        return unifier.expr(outcome.expr)
+        for whole in (None, *leaf.node.all_input_nodes):
+            self._whole = whole
+            try:
+                outcome = self._forced(leaf.node)
+            finally:
+                self._whole = None
+            if not isinstance(outcome, Fact) or (
+                isinstance(outcome.expr, Leaf) and outcome.expr.node is leaf.node
+            ):
+                return None
+            unifier = Unifier()
+            for have, want in zip(outcome.dims, leaf.index, strict=True):
+                if have:
+                    unifier.unify(want, have)
+            if leaf.axes.isdisjoint(unifier.binding):
+                return unifier.expr(outcome.expr)
+            # An operand is a view that joins dimensions: as a tensor of its own it has the leaf's axes.
+        return None
 
     def _forced(self, node: Node) -> Outcome:
         if op_name(node) == "getitem":
@@ -128,10 +155,29 @@ class Lifter:
         if isinstance(outcome, tuple) and any(outcome):
             self.result.facts[node] = outcome
         if isinstance(outcome, Fact):
+            self._note_sizes(node, outcome)
             if not isinstance(outcome.expr, Sum) or not outcome.expr.hard:
                 self.result.facts[node] = outcome
         elif outcome is None:
             self._forget(node)
+
+    def _note_sizes(self, node: Node, fact: Fact) -> None:
+        """What the sizes of a tensor with rows in an order by expert count, and a count that is a Python integer."""
+        val = value(node)
+        if isinstance(fact.expr, Tally):
+            self._note_size(val, fact.expr)
+        elif isinstance(val, torch.Tensor):
+            for size, group in zip(val.shape, fact.dims, strict=True):
+                if len(group) == 1 and isinstance(group[0], Perm | Pick):
+                    self._note_size(size, group[0])
+
+    def _note_size(self, size: Any, meaning: Perm | Pick | Tally) -> None:
+        if (
+            isinstance(size, torch.SymInt)
+            and isinstance(symbol := sizes.expr(size), sympy.Symbol)
+            and sizes.is_unbacked(size)
+        ):
+            self.counts.setdefault(symbol, meaning)
 
     def _check(self, node: Node, fact: Fact) -> None:
         """Close or note complete layers. Conflict where the fact is no part of one, or not any more."""
@@ -178,7 +224,7 @@ class Lifter:
             index = argument(node, 1)
             return known[index] if isinstance(known, tuple) and isinstance(index, int) else None
         rule = rule_for(node)
-        if rule is None or not isinstance(value(node), torch.Tensor | tuple | list):
+        if rule is None or not isinstance(value(node), torch.Tensor | tuple | list | torch.SymInt):
             return None
         return rule(self, node)
 
@@ -192,18 +238,18 @@ class Lifter:
     def _close_loops(self, graph: Graph) -> None:
         """A loop over experts ends at the first node that holds its last case."""
         taken = {gemm for site in self.result.sites for gemm in site.gemms}
-        ends: dict[Node, tuple[Node, Fact]] = {}
-        continued: set[Node] = set()
+        ends: dict[tuple[Node, int], tuple[Node, Fact]] = {}
+        continued: set[tuple[Node, int]] = set()
         for node in graph.nodes:
             fact = self.result.facts.get(node)
             if not isinstance(fact, Fact) or not isinstance(fact.expr, Cases) or fact.sorted:
                 continue
-            source = fact.expr.case.source
+            source = (fact.expr.case.source, fact.expr.case.expert)
             if source not in ends or (ends[source][1].expr.earlier is None and fact.expr.earlier is not None):  # type: ignore[attr-defined]
                 ends[source] = (node, fact)
             before = self.result.facts.get(fact.expr.earlier) if fact.expr.earlier is not None else None
             if isinstance(before, Fact) and isinstance(before.expr, Cases):
-                continued.add(before.expr.case.source)
+                continued.add((before.expr.case.source, before.expr.case.expert))
         for source, (node, fact) in ends.items():
             if source not in continued and not gemms_of(fact.expr) & taken:
                 self._close(node, fact)

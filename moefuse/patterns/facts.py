@@ -34,7 +34,8 @@ class Axis:
 class Perm:
     """The order that one particular sort made: position p stands for one slot of the axes `over`.
 
-    sort: the graph node that sorted (its identity); key: the sorted values as an expression over `over`.
+    sort: the graph node that sorted (its identity); the top-k for the order expert by expert, token by token, in which
+    a mask of its choices lists them. key: the sorted values as an expression over `over`.
     """
 
     sort: Node
@@ -49,9 +50,10 @@ class Perm:
 
 @dataclass(frozen=True)
 class Pick:
-    """The slots whose id is `expert`, as one particular nonzero (its identity) lists them.
+    """The slots whose id is `expert`, as one particular nonzero lists them, or as they lie in one sort's order.
 
-    over: the axes of all slots; key: the ids as an expression over `over`.
+    source: that nonzero or sort; with `expert` the identity. over: the axes of all slots; key: the ids as an
+    expression over `over`. cut: a piece of a `Perm`.
     """
 
     source: Node
@@ -59,6 +61,7 @@ class Pick:
     key: "Expr"
     expert: int
     size: Size = field(compare=False)
+    cut: bool = False
 
 
 @dataclass(frozen=True)
@@ -354,6 +357,38 @@ class Offs(Expr):
 
     def groups(self) -> Iterator[Group]:
         yield self.at
+
+
+@dataclass(frozen=True)
+class Tally(Expr):
+    """How many elements of the integer leaf `ids` (all of them) are one of `experts`: one number."""
+
+    ids: Leaf
+    experts: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Pieces(Expr):
+    """The element at `index` of what `node` puts together: the rows of expert 0, then of expert 1, and so on.
+
+    index: the slot, as the axes of `ids` in the order of the cut, then one group per further dimension. What each
+    piece means is asked of the operands of `node`: repeated here, a loop over 128 experts would hold it 128 times.
+    """
+
+    node: Node
+    ids: Expr
+    index: Dims
+
+    def parts(self) -> Iterator[Expr]:
+        yield self.ids
+
+    def groups(self) -> Iterator[Group]:
+        yield from self.index
+
+    @cached_property
+    def hard(self) -> bool:
+        """Its pieces are expert rows."""
+        return True
 
 
 # --- facts -----------------------------------------------------------------------------------------------

@@ -137,8 +137,10 @@ def accumulate(lift: Lifting, node: Node) -> Outcome:
     if name == "aten::scatter_add":
         if len(index.dims) != len(rows.dims):
             raise Conflict("scatter_add of rows by an index of another rank")
-        shapes = zip(value(argument(node, 2)).shape, value(argument(node, 3)).shape, strict=True)
-        if not all(sizes.same(a, b) for a, b in shapes):
+        # Of rows in one and the same order the numbers are equal, even where they depend on the data.
+        if not all(
+            sizes.same(group_size(a), group_size(b)) for a, b in zip(index.dims, rows.dims, strict=True)
+        ):
             raise Conflict("scatter_add adds only a part of the expert rows")
         if any(set(g) & index.expr.axes for d, g in enumerate(index.dims) if d != dim):
             raise Conflict("expert rows are scattered by an index that differs between features")
@@ -172,7 +174,10 @@ def index_put(lift: Lifting, node: Node) -> Outcome:
         if rows.expr.hard or isinstance(rows.expr, Pos):
             raise Conflict("rows are written by an index that is no complete permutation of the slots")
         return None
-    if not sizes.same(value(argument(node, 0)).shape[0], group_size(order)):
+    rows_written = value(argument(node, 0)).shape[0]
+    if not any(
+        sizes.same(rows_written, size) for size in (group_size(order), value(argument(node, 2)).shape[0])
+    ):
         raise Conflict("a permutation of the slots is written into a tensor with other rows besides")
     if not isinstance(rows.expr, Pos) and not rows.expr.hard and not rows.sorted:
         return None

@@ -96,8 +96,10 @@ def cast(lift: Lifting, node: Node) -> Outcome:
         return None
     if isinstance(fact.expr, Count | Offs | Pos):
         return fact if target in EXACT else None
-    if isinstance(fact.expr, OneHot):
+    if isinstance(fact.expr, OneHot) or _is_mask(fact.expr):
         return fact if target in (*EXACT, torch.bool) else pointwise(lift, node)
+    if isinstance(fact.expr, Const) and fact.expr.value in (0, 1):
+        return fact if target in (*ROUNDING, *EXACT, torch.bool) else None
     if (
         isinstance(fact.expr, Leaf)
         and not is_float(fact.expr.node)
@@ -105,6 +107,11 @@ def cast(lift: Lifting, node: Node) -> Outcome:
     ):
         return fact if target in EXACT else None
     return pointwise(lift, node)
+
+
+def _is_mask(expr: Expr) -> bool:
+    """True for scattered ones in zeros: exact in every type."""
+    return isinstance(expr, Dense) and expr.value == Const(1.0) and expr.fill == 0
 
 
 # --- pointwise arithmetic --------------------------------------------------------------------------------
@@ -368,6 +375,13 @@ def topk_of(node: Node) -> tuple[Node | None, int]:
     if not isinstance(source, Node) or source.target is not torch.ops.aten.topk.default:
         return None, 0
     return source, int(argument(source, 2, "dim", -1)) % value(node).dim()
+
+
+def chosen_from(ids: Expr) -> int | None:
+    """How many experts the top-k chose from that made the ids; None where that isn't known."""
+    topk, dim = topk_of(ids.node) if isinstance(ids, Leaf) else (None, 0)
+    size = value(topk.args[0]).shape[dim] if topk is not None else None
+    return size if isinstance(size, int) else None
 
 
 def count_of(fact: Fact, over: set[Axis]) -> Fact | None:

@@ -9,10 +9,11 @@ reason where a meaning is lost.
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import sympy
 import torch
 from torch.fx import Node
 
-from moefuse.patterns.facts import Expr, Fact, Leaf
+from moefuse.patterns.facts import Expr, Fact, Leaf, Perm, Pick, Tally
 
 READS_NO_ELEMENT = frozenset(
     f"aten::{name}"
@@ -32,6 +33,9 @@ class Lifting(Protocol):
 
     forced: bool
     """True while an opaque leaf is being opened: rules then answer for plain leaves too."""
+
+    counts: dict[sympy.Symbol, Perm | Pick | Tally]
+    """What the graph's data-dependent sizes count, as far as that is known."""
 
     def fact(self, arg: Any) -> Fact:
         """The fact of an operand over fresh axes; an opaque leaf where nothing is known; a constant."""

@@ -8,9 +8,10 @@ is read whole, and no slot is left out.
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import sympy
 import torch
 from torch.fx import Node
 
@@ -30,12 +31,17 @@ from moefuse.patterns.facts import (
     Leaf,
     Op,
     Part,
+    Perm,
+    Pick,
+    Pieces,
     Sum,
+    Tally,
 )
 from moefuse.patterns.loops import all_cases
+from moefuse.patterns.pieces import piece_at
 from moefuse.patterns.products import Linear, factors, first_gemms, linear, split_factors, times
-from moefuse.patterns.router import strip_casts, topk_of, walk
-from moefuse.patterns.rules import Lifting, value
+from moefuse.patterns.router import chosen_from, strip_casts, walk
+from moefuse.patterns.rules import Lifting, argument, value
 from moefuse.patterns.unify import bind
 from moefuse.patterns.weights import Span, demand_whole, in_order, is_transposed, layout, span
 
@@ -83,7 +89,7 @@ class Site:
     """One MoE layer found in a graph: which node it is, and what it computes.
 
     dims: the node's dims in the layer's axes. base: a node that the layer's output is added to. terms: the dtype to
-    which weighted rows are rounded before they are summed. picks: the nonzero nodes of a loop over experts.
+    which weighted rows are rounded before they are summed. counts: sizes of the graph that count some expert's slots.
     """
 
     node: Node
@@ -91,7 +97,7 @@ class Site:
     layer: Layer
     base: Node | None = None
     terms: torch.dtype | None = None
-    picks: tuple[Node, ...] = ()
+    counts: Mapping[sympy.Symbol, Perm | Pick | Tally] = field(default_factory=dict)
     spec: MoeSpec = field(init=False)
 
     def __post_init__(self) -> None:
@@ -108,10 +114,32 @@ def assemble(lift: Lifting, node: Node, expr: Expr, dims: Dims) -> Site:
     if isinstance(expr, Cases):
         cases = all_cases(lift, expr)
         layer = merge(lift, cases, dims)
-        return Site(node, dims, layer, expr.base, expr.terms, tuple(case.source for case in cases))
+        return Site(node, dims, layer, expr.base, expr.terms, lift.counts)
     if isinstance(expr, Sum):
-        return Site(node, dims, describe(lift, expr.body, expr.over, dims), expr.base, expr.terms)
-    return Site(node, dims, describe(lift, expr, (), dims))  # one slot per token needs no sum
+        layer = _layer(lift, expr.body, expr.over, dims)
+        return Site(node, dims, layer, expr.base, expr.terms, lift.counts)
+    return Site(
+        node, dims, _layer(lift, expr, (), dims), counts=lift.counts
+    )  # one slot per token needs no sum
+
+
+def _layer(lift: Lifting, body: Expr, slots: tuple[Axis, ...], dims: Dims) -> Layer:
+    """The layer that sums `body` over `slots`, its rows in one piece or cut into one piece per expert."""
+    wholes = {e for e in walk(body) if isinstance(e, Pieces)}
+    if not wholes:
+        return describe(lift, body, slots, dims)
+    if len(wholes) > 1:
+        raise Conflict("the outputs of several loops over experts are multiplied")
+    (whole,) = wholes
+    cases: list[Case] = []
+    for expert in range(len(argument(whole.node, 0))):
+        piece = piece_at(lift, whole, expert)
+        cases.append(Case(whole.node, expert, whole.ids, _replaced(body, whole, piece), slots))
+    return merge(lift, cases, dims)
+
+
+def _replaced(expr: Expr, old: Expr, new: Expr) -> Expr:
+    return new if expr == old else expr.rebuilt(lambda part: _replaced(part, old, new))
 
 
 def describe(
@@ -167,7 +195,7 @@ def merge(lift: Lifting, cases: list[Case], dims: Dims) -> Layer:
     for expert in range(max(numbers) + 1):
         if numbers[expert] != 1:
             raise Conflict(f"the loop adds expert {expert} {numbers[expert]} times: a layer has each once")
-    if (routed := _chosen_from(cases[0].ids)) is not None and routed > len(numbers):
+    if (routed := chosen_from(cases[0].ids)) is not None and routed > len(numbers):
         raise Conflict(f"the loop has {len(numbers)} of the {routed} experts that the router chooses from")
     cases = sorted(cases, key=lambda case: case.expert)
     layers = [describe(lift, case.rows, case.slots, dims, case.ids) for case in cases]
@@ -182,13 +210,6 @@ def merge(lift: Lifting, cases: list[Case], dims: Dims) -> Layer:
         bias2=tuple(layer.bias2[0] for layer in layers if layer.bias2),
         gemms=frozenset().union(*(layer.gemms for layer in layers)),
     )
-
-
-def _chosen_from(ids: Expr) -> int | None:
-    """How many experts the top-k chose from that made the ids; None where that isn't known."""
-    topk, dim = topk_of(ids.node) if isinstance(ids, Leaf) else (None, 0)
-    size = value(topk.args[0]).shape[dim] if topk is not None else None
-    return size if isinstance(size, int) else None
 
 
 def _renamed(other: Layer, first: Layer, expert: int) -> Layer:
@@ -435,7 +456,7 @@ def _spec(site: Site) -> MoeSpec:
         activation_dtype=layer.activation_dtype,
         weight_position=layer.weight_position,
         has_router_weight=any(not isinstance(factor, Const) for factor in layer.weights),
-        ids_checked=_chosen_from(layer.ids) == count,
+        ids_checked=chosen_from(layer.ids) == count,
     )
 
 

@@ -11,6 +11,7 @@ from torch.fx import Node
 from moefuse.graph import sizes
 from moefuse.graph.sizes import Size
 from moefuse.patterns.facts import Axis, Conflict, Count, Digit, Dims, Fact, Group, Leaf, Part, group_size
+from moefuse.patterns.pieces import one_piece, order_of, pieces
 from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
 from moefuse.patterns.unify import Binding, bind, bind_group
 
@@ -21,6 +22,7 @@ def regroup(dims: Dims, shape: Sequence[Size]) -> tuple[Dims, Binding]:
     Returns the new dims and how axes were split. Raises Conflict where a size doesn't divide.
     """
     digits = deque(digit for group in dims for digit in group)
+    shape = _known(digits, shape)
     binding: dict[Axis, Group] = {}
     result: list[Group] = []
     for size in shape:
@@ -46,6 +48,16 @@ def regroup(dims: Dims, shape: Sequence[Size]) -> tuple[Dims, Binding]:
     if digits:
         raise Conflict(f"a view to {list(shape)} doesn't line up with the meaning of its input")
     return tuple(result), _chase(binding)
+
+
+def _known(digits: Sequence[Digit], shape: Sequence[Size]) -> Sequence[Size]:
+    """The shape, a single data-dependent size in terms of the digits: a view keeps the number of elements."""
+    unknown = [i for i, size in enumerate(shape) if sizes.is_unbacked(size)]
+    if len(unknown) != 1:
+        return shape
+    others = sizes.product(size for i, size in enumerate(shape) if i not in unknown)
+    size = sizes.quotient(group_size(tuple(digits)), others)
+    return shape if size is None else [size if i in unknown else other for i, other in enumerate(shape)]
 
 
 def _chase(binding: dict[Axis, Group]) -> Binding:
@@ -166,6 +178,8 @@ def slice_(lift: Lifting, node: Node) -> Outcome:
         return fact if argument(node, 3, "end") == group_size(fact.dims[dim]) else None
     if _plain(lift, fact):
         return None
+    if order_of(fact.dims[dim]) is not None and any(isinstance(bound, Node) for bound in node.args[2:4]):
+        return one_piece(lift, node, fact, dim)
     start = argument(node, 2, "start", 0) or 0
     if not isinstance(start, int) or not isinstance(before, int) or not isinstance(after, int):
         raise Conflict("a slice whose bounds are not static")
@@ -192,12 +206,18 @@ def split(lift: Lifting, node: Node) -> Outcome:
     fact = lift.fact(argument(node, 0))
     if _plain(lift, fact):
         return None
-    pieces = value(node)
     keep = op_name(node) != "aten::unbind"
     dim = (argument(node, 2, "dim", 0) if keep else argument(node, 1, "dim", 0)) % len(fact.dims)
+    lengths = argument(node, 1)
+    if (
+        order_of(fact.dims[dim]) is not None
+        and isinstance(lengths, list | tuple)
+        and Node in map(type, lengths)
+    ):
+        return pieces(lift, node, fact, dim)
     facts: list[Fact | None] = []
     start = 0
-    for piece in pieces:
+    for piece in value(node):
         length = piece.shape[dim] if keep else 1
         if not isinstance(length, int):
             raise Conflict("a split whose sizes are not static")

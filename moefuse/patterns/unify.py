@@ -30,8 +30,10 @@ from moefuse.patterns.facts import (
     Part,
     Perm,
     Pick,
+    Pieces,
     Pos,
     Sum,
+    Tally,
     group_axes,
     group_size,
 )
@@ -49,7 +51,7 @@ def bind_group(group: Group, binding: Binding) -> Group:
             result.append(Perm(digit.sort, bind_group(digit.over, binding), bind(digit.key, binding)))
         elif isinstance(digit, Pick):
             over, key = bind_group(digit.over, binding), bind(digit.key, binding)
-            result.append(Pick(digit.source, over, key, digit.expert, digit.size))
+            result.append(Pick(digit.source, over, key, digit.expert, digit.size, digit.cut))
         elif isinstance(digit, Part):
             result.append(Part(bind_group(digit.group, binding), digit.start, digit.step, digit.size))
         else:
@@ -74,6 +76,13 @@ def _bind_leaf(expr: Leaf, binding: Binding) -> Expr:
         if any(isinstance(digit, Perm | Pick) for digit in group):
             raise Conflict(f"`{expr.node.name}` is in slot order, the other operand in an order by expert")
     return Leaf(expr.node, index)
+
+
+def _bind_pieces(expr: Pieces, binding: Binding) -> Expr:
+    index = tuple(bind_group(group, binding) for group in expr.index)
+    if any(isinstance(digit, Perm | Pick) for group in index for digit in group):
+        raise Conflict(f"the rows of `{expr.node.name}` meet rows in another order by expert")
+    return Pieces(expr.node, bind(expr.ids, binding), index)
 
 
 def _bind_cases(expr: Cases, binding: Binding) -> Expr:
@@ -105,6 +114,8 @@ _BINDERS: dict[type, Callable[[Any, Binding], Expr]] = {
     Dense: lambda e, b: Dense(bind(e.value, b), bind(e.ids, b), e.slots, bind_group(e.at, b), e.fill),
     Count: lambda e, b: Count(e.ids, bind_group(e.at, b)),
     Offs: lambda e, b: Offs(e.ids, bind_group(e.at, b)),
+    Tally: lambda e, b: e,
+    Pieces: _bind_pieces,
 }
 
 
@@ -150,8 +161,8 @@ class Unifier:
         if left == right:
             return left
         if isinstance(left, Pick) and isinstance(right, Pick):
-            if left.source is not right.source:
-                raise Conflict(f"the rows of `{left.source.name}` meet the rows of `{right.source.name}`")
+            if left.source is not right.source or left.expert != right.expert:
+                raise Conflict(f"the rows of {_words(left)} meet the rows of {_words(right)}")
             self.unify(left.over, right.over)
             return left
         if isinstance(left, Perm) and isinstance(right, Perm):
@@ -187,3 +198,7 @@ class Unifier:
     def expr(self, expr: Expr) -> Expr:
         """The expression under everything bound."""
         return bind(expr, {axis: self.resolve((axis,)) for axis in self.binding})
+
+
+def _words(pick: Pick) -> str:
+    return f"expert {pick.expert} by `{pick.source.name}`"

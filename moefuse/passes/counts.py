@@ -1,0 +1,97 @@
+"""Sizes that depend on the routing, and what is known of them once a layer is understood.
+
+In: a site, with the meaning of such sizes (how many slots some experts have). Out: which of the graph's assertions
+about them hold by construction. Dynamo writes one for every slice and split; kept, they would keep the sorted rows,
+and a wait for the counts.
+"""
+
+import operator
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from moefuse.graph import sizes
+from moefuse.patterns.facts import Leaf, Perm, Pick, Tally
+from moefuse.patterns.rules import op_name, value
+from moefuse.patterns.site import Site
+
+NEVER_NEGATIVE = ("aten::sym_size", "aten::sym_storage_offset")
+
+
+class Counts:
+    """The numbers of slots of one layer's experts as symbols that add up to all slots."""
+
+    def __init__(self, site: Site) -> None:
+        layer, spec = site.layer, site.spec
+        self.slots = sizes.expr(sizes.product(axis.size for axis in (*layer.tokens, *layer.slots)))
+        self._each = [
+            sympy.Symbol(f"count_{e}", integer=True, nonnegative=True) for e in range(spec.num_experts)
+        ]
+        if spec.ids_checked:  # no slot belongs to anything but an expert
+            self._each[-1] = self.slots - sympy.Add(*self._each[:-1])
+        self._known: dict[sympy.Symbol, sympy.Expr] = {}
+        for symbol, meaning in site.counts.items():
+            if (ids := _ids(meaning)) is not None and ids.node is layer.ids.node and self._covers(meaning):
+                self._known[symbol] = self._count(meaning)
+
+    def _covers(self, meaning: Perm | Pick | Tally) -> bool:
+        """False for the count of an expert that there is not: of ids that belong to nothing there may be any number."""
+        return not isinstance(meaning, Tally) or max(meaning.experts) < len(self._each)
+
+    def _count(self, meaning: Perm | Pick | Tally) -> sympy.Expr:
+        if isinstance(meaning, Perm):
+            return self.slots
+        experts = {meaning.expert} if isinstance(meaning, Pick) else meaning.experts
+        return sympy.Add(*(self._each[e] for e in experts))
+
+    def settled(self, size: Any) -> sympy.Basic:
+        """A size or comparison in terms of the counts."""
+        return self._settled(size.node.expr if hasattr(size, "node") else sympy.sympify(size))
+
+    def _settled(self, expr: sympy.Basic) -> sympy.Basic:
+        if isinstance(expr, sympy.Symbol):
+            return self._known.get(expr, expr)
+        if not expr.args:
+            return expr
+        settled = expr.func(*map(self._settled, expr.args))
+        return sympy.expand(settled) if isinstance(settled, sympy.Add | sympy.Mul) else settled
+
+    def concerns(self, size: Any) -> bool:
+        """True for an expression over this layer's counts alone."""
+        symbols = set(size.node.expr.free_symbols) if hasattr(size, "node") else set()
+        return bool(symbols & self._known.keys())
+
+    def holds(self, assertion: Node) -> bool:
+        """True for an `_assert_scalar` that can't fail: it follows from what the sizes count."""
+        compared = assertion.args[0]
+        if not isinstance(compared, Node) or not isinstance(value(compared), torch.SymBool):
+            return False
+        source = compared.args[0]
+        sized = isinstance(source, Node) and op_name(source) in NEVER_NEGATIVE
+        if sized and compared.target is operator.ge and compared.args[1] == 0:
+            return True
+        if not self.concerns(value(compared)):
+            return False
+        settled = self.settled(value(compared))
+        if isinstance(settled, sympy.LessThan | sympy.GreaterThan):
+            return self._at_least_zero(sympy.expand(settled.gts - settled.lts))
+        return bool(settled == sympy.true)
+
+    def _at_least_zero(self, expr: sympy.Expr) -> bool:
+        """True where an expression, linear in the counts, isn't negative even with all slots on one expert."""
+        least, lowest = sympy.Integer(0), sympy.Integer(0)
+        for term, factor in expr.as_coefficients_dict().items():
+            if term in self._each:
+                lowest = min(lowest, factor)
+            elif term.free_symbols & set(self._each):
+                return False
+            else:
+                least += factor * term
+        return bool(sympy.expand(least + lowest * self.slots).is_nonnegative)
+
+
+def _ids(meaning: Perm | Pick | Tally) -> Leaf | None:
+    ids = meaning.ids if isinstance(meaning, Tally) else meaning.key
+    return ids if isinstance(ids, Leaf) else None
