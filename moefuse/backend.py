@@ -200,7 +200,14 @@ def _routes(node: Node) -> bool:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
     if name in ("getitem", "index", "gather", "index_select", "embedding"):
         return any(_is_index(arg) for arg in node.all_input_nodes[1:])
+    if name in ("bmm", "matmul", "einsum") and any(_is_stack(arg) for arg in node.all_input_nodes[1:]):
+        return True  # whatever chooses them, if anything does: a product with stacked weights is reported
     return any(word in name for word in ROUTING)
+
+
+def _is_stack(node: Node) -> bool:
+    val = node.meta.get("example_value", node.meta.get("val"))
+    return node.op == "placeholder" and isinstance(val, torch.nn.Parameter) and val.dim() == 3
 
 
 def _is_index(node: Node) -> bool:

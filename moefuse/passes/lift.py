@@ -10,6 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 from moefuse.graph.source import common_layer, layer_of
+from moefuse.passes.canonicalize import VIEWS
 from moefuse.patterns.engine import Lifted, lift
 from moefuse.patterns.facts import Dot, Fact, Leaf, Lost
 from moefuse.patterns.rules import op_name, value
@@ -17,6 +18,9 @@ from moefuse.patterns.site import Site
 
 GROUPED = {"aten::_grouped_mm", "transformers::grouped_mm_fallback"}
 BATCHED = {"aten::bmm", "aten::baddbmm"}
+
+MOVES = VIEWS | {"aten::clone", "aten::_to_copy", "aten::reshape", "aten::_unsafe_view"}
+"""What changes neither the elements nor, but for rounding, their values."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +74,45 @@ def _stacked_parameter(node: Node, lifted: Lifted, parameters: frozenset[str]) -
 def _why(gemms: list[Node], lifted: Lifted, first_loss: dict[Node, Node]) -> tuple[Node, str]:
     """The first loss that concerns a layer: at its GEMMs or behind them, by the order of the graph."""
     reached = [first_loss[gemm] for gemm in gemms if gemm in first_loss]
-    if not reached:
+    before = None if reached else _before(gemms, lifted)
+    if not reached and before is None:
         text = "no rule connects its weights to a routing: no sorted, gathered or scattered ids reach it"
+        if (mixture := _mixture(gemms[0])) is not None:
+            text = f"its rows are mixtures of tokens (`{mixture.name}`): soft routing, no choice of experts"
         return gemms[0], f"`{gemms[0].name}`: {text}"
-    loss = lifted.losses[min(reached)]
+    loss = before or lifted.losses[min(reached)]
     return loss.root.node, explain(loss)
+
+
+def _before(gemms: list[Node], lifted: Lifted) -> Lost | None:
+    """The nearest loss in what the layer's GEMMs read, up to other layers."""
+    others = {site.node for site in lifted.sites}
+    seen: set[Node] = set()
+    level = list(gemms)
+    while level:
+        for node in level:
+            if node in lifted.losses:
+                return lifted.losses[node]
+        seen.update(level)
+        above = dict.fromkeys(arg for node in level for arg in node.all_input_nodes)
+        level = [node for node in above if node not in seen and node not in others]
+    return None
+
+
+def _mixture(gemm: Node) -> Node | None:
+    """The softmax by which a product mixed the rows of a GEMM, views aside."""
+    product = _source(gemm.args[0])
+    if product is None or op_name(product) not in (*BATCHED, "aten::mm"):
+        return None
+    weights = [_source(arg) for arg in product.all_input_nodes]
+    return next((node for node in weights if node is not None and op_name(node) == "aten::_softmax"), None)
+
+
+def _source(node: object) -> Node | None:
+    """The node whose elements a chain of views and copies shows."""
+    while isinstance(node, Node) and op_name(node) in MOVES:
+        node = node.args[0]
+    return node if isinstance(node, Node) else None
 
 
 def _first_losses(graph: Graph, lifted: Lifted) -> dict[Node, Node]:

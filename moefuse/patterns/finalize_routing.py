@@ -27,7 +27,7 @@ from moefuse.patterns.facts import (
 )
 from moefuse.patterns.init_routing import describe_index
 from moefuse.patterns.loops import add_case, constant, pick_of, write_back
-from moefuse.patterns.router import count_of, distinct, topk_of, vanishes, walk
+from moefuse.patterns.router import EXACT, count_of, distinct, topk_of, vanishes, walk
 from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
 from moefuse.patterns.unify import Unifier, bind
 
@@ -43,7 +43,7 @@ def sum_(lift: Lifting, node: Node) -> Outcome:
     over = tuple(axis for d in sorted(gone) for axis in _summable(fact, fact.dims[d]))
     keep = bool(argument(node, 2, "keepdim", False))
     rest = tuple(() if d in gone else g for d, g in enumerate(fact.dims) if keep or d not in gone)
-    if (count := count_of(fact, set(over))) is not None:
+    if value(node).dtype in EXACT and (count := count_of(fact, set(over))) is not None:
         return Fact(count.expr, rest)
     if not fact.expr.hard and any(
         isinstance(e, OneHot) and constant(e.at) is not None for e in walk(fact.expr)

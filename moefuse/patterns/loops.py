@@ -30,9 +30,17 @@ from moefuse.patterns.facts import (
     group_axes,
 )
 from moefuse.patterns.products import ADD, factors, times
-from moefuse.patterns.router import covers, distinct, pointwise
-from moefuse.patterns.rules import Lifting, Outcome, argument, rule, value
+from moefuse.patterns.router import covers, distinct, is_rounding, pointwise, walk
+from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
 from moefuse.patterns.unify import Unifier
+
+MOVES = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("select", "slice", "view", "reshape", "t", "transpose", "permute"),
+        *("unsqueeze", "squeeze", "clone", "_to_copy"),
+    )
+)
 
 
 def constant(group: Group) -> int | None:
@@ -98,11 +106,16 @@ def all_cases(lift: Lifting, last: Cases) -> list[Case]:
     return found
 
 
-def score_of(expr: Expr) -> tuple[int, Expr, Expr, tuple[Axis, ...]] | None:
-    """(expert, ids, weight per slot, slots) of a token's score for one expert: the weight where an id is the expert's.
+Score = tuple[int, Expr, Expr, tuple[Axis, ...]]
+"""(expert, ids, weight per slot, slots) of a token's score for one expert: the weight where an id is the expert's."""
 
-    Either the sum over the slots of weights masked by `ids == e`, or one column of scattered scores.
-    """
+
+def score_of(expr: Expr) -> Score | None:
+    """A token's score for one expert: the sum of weights masked by `ids == e`, or one column of scattered scores."""
+    if isinstance(expr, Op) and is_rounding(expr):
+        if (found := score_of(expr.args[0])) is None:
+            return None
+        return found[0], found[1], expr.rebuilt(lambda _: found[2]), found[3]
     if isinstance(expr, Dense):
         expert = constant(expr.at)
         known = expert is not None and expr.fill == 0 and distinct(expr.ids, expr.slots)
@@ -112,7 +125,7 @@ def score_of(expr: Expr) -> tuple[int, Expr, Expr, tuple[Axis, ...]] | None:
     every = factors(expr.body)
     masks = [f for f in every if isinstance(f, OneHot)]
     expert = constant(masks[0].at) if len(masks) == 1 else None
-    if expert is None or any(isinstance(f, OneHot) for m in every if m is not masks[0] for f in m.parts()):
+    if expert is None or any(isinstance(f, OneHot) for m in every if m is not masks[0] for f in walk(m)):
         return None
     weights = [f for f in every if f is not masks[0]]
     return expert, masks[0].ids, times(weights) if weights else Const(1.0), expr.over
@@ -127,14 +140,32 @@ def masked_case(lift: Lifting, node: Node, fact: Fact) -> Fact | None:
         return None
     expert, ids, weight, slots = scores[0]
     tokens = ids.axes - set(slots)
-    opened = lift.expand(
-        rows[0], lambda leaf: leaf.axes > tokens and not leaf.selectors and len(leaf.node.users) == 1
-    )
+    own = only_for(node)
+    opened = lift.expand(rows[0], lambda leaf: leaf.axes > tokens and not leaf.selectors and leaf.node in own)
     if not opened.hard:
         return None
     body = Op(torch.ops.aten.mul.Tensor, (opened, weight), (), node)
     case = Case(node, expert, ids, body, slots)
     return Fact(Cases(case, fact.dims, None, None, value(node).dtype), fact.dims)
+
+
+def only_for(node: Node) -> set[Node]:
+    """The nodes that nothing but `node` needs, itself included: what one expert computes, not the rows all share."""
+    own = {node}
+    waiting = list(node.all_input_nodes)
+    while waiting:
+        before = waiting.pop()
+        if before not in own and not _given(before) and own.issuperset(before.users):
+            own.add(before)
+            waiting.extend(before.all_input_nodes)
+    return own
+
+
+def _given(node: Node) -> bool:
+    """True for an input of the graph, or a part or view of one: a weight."""
+    while op_name(node) in MOVES:
+        node = node.all_input_nodes[0]
+    return node.op != "call_function"
 
 
 @rule("aten::mul")

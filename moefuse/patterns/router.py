@@ -321,6 +321,38 @@ def cumsum(lift: Lifting, node: Node) -> Outcome:
     return Fact(Offs(fact.expr.ids, fact.expr.at), fact.dims)
 
 
+@rule("aten::lt", "aten::le", "aten::gt", "aten::ge")
+def compare(lift: Lifting, node: Node) -> Outcome:
+    """A comparison; with a number, of a slot's place in its expert's queue: a capacity, which drops slots."""
+    limit = argument(node, 1)
+    if isinstance(limit, int | float) and (queue := _queue(lift, argument(node, 0))) is not None:
+        raise Conflict(
+            f"slots are counted expert by expert (`{queue.name}`) and compared with a capacity of {limit}: "
+            "those beyond it are dropped"
+        )
+    return pointwise(lift, node)
+
+
+QUEUE_DEPTH = 8
+"""Operators between the running count of an expert's slots and its comparison: a shift by one, a mask, views."""
+
+
+def _queue(lift: Lifting, node: Node) -> Node | None:
+    """The running count over the tokens' choices of experts from which an integer tensor is made, if it is."""
+    level = {node}
+    for _ in range(QUEUE_DEPTH):
+        for found in level:
+            if op_name(found) == "aten::cumsum" and _choices(lift.fact(argument(found, 0)).expr):
+                return found
+        above = {before for found in level for before in found.all_input_nodes}
+        level = {n for n in above if isinstance(value(n), torch.Tensor) and not is_float(n)}
+    return None
+
+
+def _choices(expr: Expr) -> bool:
+    return isinstance(expr, OneHot) or _is_mask(expr)
+
+
 # --- scores per (token, expert) --------------------------------------------------------------------------
 
 
@@ -389,17 +421,14 @@ def count_of(fact: Fact, over: set[Axis]) -> Fact | None:
     expr = strip_casts(fact.expr)
     if isinstance(expr, OneHot):
         ids, counted, at = expr.ids, over, expr.at
-    elif (
-        isinstance(expr, Dense)
-        and expr.value == Const(1.0)
-        and expr.fill == 0
-        and distinct(expr.ids, expr.slots)
-    ):
+    elif isinstance(expr, Dense) and _is_mask(expr):
         ids, counted, at = expr.ids, over | set(expr.slots), expr.at
     else:
         return None
     if not isinstance(ids, Leaf) or covers(Fact(ids, (tuple(counted),))) is None:
         return None
+    if isinstance(expr, Dense) and not distinct(ids, expr.slots):
+        raise Conflict("ids may repeat within a token: scattered ones count such a token once")
     return Fact(Count(ids, at), tuple(g for g in fact.dims if not group_axes(g) & over))
 
 

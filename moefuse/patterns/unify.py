@@ -178,17 +178,16 @@ class Unifier:
         if isinstance(left, Axis) and sizes.same(left.size, right.size):
             self.binding[left] = (right,)
             return right
-        if isinstance(left, Axis) and isinstance(right, Axis):
-            return self._split(left, right, a, b)
-        raise Conflict(f"{left.size} and {right.size} elements do not line up")
+        return self._split(left, right, a, b)
 
-    def _split(self, left: Axis, right: Axis, a: list[Digit], b: list[Digit]) -> Digit:
-        if (rest := sizes.quotient(right.size, left.size)) is not None:
+    def _split(self, left: Digit, right: Digit, a: list[Digit], b: list[Digit]) -> Digit:
+        """Bind the longer one, an axis, to the shorter one and a tail that is unified with what follows."""
+        if isinstance(right, Axis) and (rest := sizes.quotient(right.size, left.size)) is not None:
             tail = Axis(rest)
             self.binding[right] = (left, tail)
             b.insert(0, tail)
             return left
-        if (rest := sizes.quotient(left.size, right.size)) is not None:
+        if isinstance(left, Axis) and (rest := sizes.quotient(left.size, right.size)) is not None:
             tail = Axis(rest)
             self.binding[left] = (right, tail)
             a.insert(0, tail)

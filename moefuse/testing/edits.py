@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings
 from torch.utils import _pytree as pytree
 
 aten = torch.ops.aten
@@ -214,6 +215,8 @@ def propagate(graph_module: GraphModule) -> bool:
             except Exception:  # any failure of a fake kernel means: no valid program
                 return False
             changed.add(node)
+            if mode.shape_env is not None:  # sizes that depend on the data: known to nobody but this node
+                compute_unbacked_bindings(mode.shape_env, node.meta["val"])
     if replacements is not None and mode.shape_env.replacements != replacements:
         # The edit only fits one token count; it mustn't pin the symbol for the graphs that share it.
         mode.shape_env.replacements = replacements

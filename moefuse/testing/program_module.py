@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from moefuse.testing import program_loops
+from moefuse.testing.program_loops import Linear
+
 if TYPE_CHECKING:
     from moefuse.testing.programs import Program
-
-Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""The expert GEMM of a dispatch: (rows, weight [E, ., .], bias [E, .] or None) -> rows."""
 
 
 class ProgramModule(torch.nn.Module):
@@ -63,13 +63,24 @@ class ProgramModule(torch.nn.Module):
         factor = self._factor(ids, weights)
         if p.weight_dtype == "native":
             factor = None if factor is None else factor.to(p.dtype)
-        body = {"sorted": self._sorted, "gather": self._gather, "einsum": self._einsum, "dense": self._dense}
-        y, interior = body[p.dispatch](flat, ids, factor)
+        y, interior = self._body(flat, ids, factor)
         out: tuple[Tensor, ...] = (self._no_op(y).to(x.dtype).view(x.shape),)
         if p.extra_users:
             counts = functional.one_hot(ids.long(), p.sizes.experts).sum((0, 1))
             out = (*out, logits, counts, ids * 2)
         return (*out, interior) if p.trap == "escape" else out
+
+    def _body(self, x: Tensor, ids: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Token rows [T, H] -> y [T, H] and the interior rows, in the program's dispatch."""
+        p = self.program
+        if p.dispatch == "where":
+            return program_loops.by_where(p, x, ids, factor, self._experts)
+        if p.dispatch == "every":
+            return program_loops.on_every_token(p, x, ids, factor, self._experts)
+        body = {"gather": self._gather, "einsum": self._einsum, "dense": self._dense}
+        if p.dispatch in body:
+            return body[p.dispatch](x, ids, factor)
+        return self._mapped(x, ids, factor) if p.dispatch.startswith("map") else self._sorted(x, ids, factor)
 
     def _route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [T, E] -> ids, weights [T, K]."""
@@ -120,18 +131,15 @@ class ProgramModule(torch.nn.Module):
         token = self._no_op(token)
         rows = self._no_op(x.repeat_interleave(k, 0)[perm] if p.token_index == "repeat" else x[token])
         row_factor = None if factor is None else self._no_op(factor.reshape(-1)[perm])
-        offs = self._no_op(torch.cumsum(self._count(flat, sorted_ids), 0, dtype=torch.int32))
         back = p.combine in ("inverse_put", "inverse_argsort", "put_back")
         late = back and p.late_weight and p.position == "output"
 
-        grouped = _grouped_mm(p.dtype)
-
-        def linear(value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            weight = self._no_op(weight.transpose(1, 2) if p.out_features_first else weight)
-            out = grouped(value, weight, offs)
-            return self._no_op(out if bias is None else out + bias[sorted_ids])
-
-        rows = self._experts(rows, None if late else row_factor, linear)
+        if p.dispatch == "pieces":
+            counts = self._count(flat, sorted_ids)
+            rows = program_loops.by_pieces(p, rows, None if late else row_factor, counts, self._experts)
+        else:
+            offs = self._no_op(torch.cumsum(self._count(flat, sorted_ids), 0, dtype=torch.int32))
+            rows = self._experts(rows, None if late else row_factor, self._grouped(offs, sorted_ids))
         interior = rows
         if back:
             if p.combine == "put_back":
@@ -143,18 +151,43 @@ class ProgramModule(torch.nn.Module):
                     inverse[perm] = torch.arange(perm.shape[0])
                 rows = rows[self._no_op(inverse)]
             return self._sum(rows.view(tokens, k, -1), factor if late else None), interior
-        base = (
-            x.to(rows.dtype)
-            if p.trap == "residual_base"
-            else torch.zeros(tokens, rows.shape[1], dtype=rows.dtype)
-        )
+        return self._added(x, token, rows), interior
+
+    def _mapped(self, x: Tensor, ids: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Megatron: slots expert by expert, by a mask of the choices; a grouped GEMM, or the experts one by one."""
+        p = self.program
+        token, own, counts = program_loops.by_map(p, x, ids, factor)
+        rows = x.index_select(0, token)
+        if p.dispatch == "map_pieces":
+            rows = program_loops.by_pieces(p, rows, own, counts, self._experts)
+        else:
+            offs = self._no_op(counts.cumsum(0).to(torch.int32))
+            rows = self._experts(rows, own, self._grouped(offs, None))
+        return self._added(x, token, rows), rows
+
+    def _grouped(self, offs: Tensor, sorted_ids: Tensor | None) -> Linear:
+        """A grouped GEMM over rows in expert order; biases are taken by the ids in that order."""
+        p, grouped = self.program, _grouped_mm(self.program.dtype)
+
+        def linear(value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            weight = self._no_op(weight.transpose(1, 2) if p.out_features_first else weight)
+            out = grouped(value, weight, offs)
+            return self._no_op(out if bias is None or sorted_ids is None else out + bias[sorted_ids])
+
+        return linear
+
+    def _added(self, x: Tensor, token: Tensor, rows: Tensor) -> Tensor:
+        """Rows [S, H] added up at their tokens, [T, H]."""
+        p = self.program
+        zeros = torch.zeros(x.shape[0], rows.shape[1], dtype=rows.dtype)
+        base = x.to(rows.dtype) if p.trap == "residual_base" else zeros
         if p.combine == "index_add":
             y = base.index_add(0, token, rows)
         elif p.combine == "scatter_add":
             y = base.scatter_add(0, token.unsqueeze(1).expand(-1, rows.shape[1]), rows)
         else:
             y = base.index_put((token,), rows, accumulate=True)
-        return (y + rows.sum(0) if p.trap == "twice" else y), interior
+        return y + rows.sum(0) if p.trap == "twice" else y
 
     def _count(self, flat: Tensor, sorted_ids: Tensor) -> Tensor:
         """How many slots each expert has, [E]."""

@@ -52,10 +52,11 @@ SIZES = (
 """Ordinary sizes first, then the ones that collide."""
 
 ROUTERS = ("softmax_topk_renorm", "topk_softmax", "sigmoid_bias", "group_limited", "given", "given_repeated")
-DISPATCHES = ("sorted", "gather", "einsum", "dense")
+DISPATCHES = ("sorted", "gather", "einsum", "dense", "pieces", "where", "every", "map", "map_pieces")
 COUNTS = ("histc", "histc_sorted", "one_hot", "compare", "bincount")
 TOKEN_INDEX = ("floor_divide", "arange", "repeat")
 GATE_UP = ("concat", "concat_swapped", "interleaved", "interleaved_swapped", "separate", "none")
+CUTS = ("slices", "split", "ends")
 HALVES = ("chunk", "split", "slice", "view")
 GATED_ACTIVATIONS = (
     "silu",
@@ -73,9 +74,17 @@ COMBINES: dict[str, tuple[str, ...]] = {
     "gather": ("sum", "index_add", "bmm", "einsum"),
     "einsum": ("sum", "bmm", "einsum"),
     "dense": ("sum", "einsum"),
+    "pieces": ("inverse_put", "inverse_argsort", "put_back", "index_add", "scatter_add", "put_accumulate"),
+    "where": ("index_add", "put_accumulate", "write_back"),
+    "every": ("add",),
+    "map": ("index_add", "scatter_add", "put_accumulate"),
+    "map_pieces": ("index_add", "scatter_add", "put_accumulate"),
 }
 FACTORS = ("weight", "weight_constant", "weight_scale", "weight_scale_constant", "none")
-TRAPS = ("mean", "amax", "partial", "twice", "residual_base", "escape", "wrong_token")
+TRAPS = (
+    *("mean", "amax", "partial", "twice", "residual_base", "escape", "wrong_token"),
+    *("shifted_cut", "swapped_weights", "swapped_pieces", "skipped_expert", "other_order"),
+)
 
 
 @dataclass(frozen=True)
@@ -89,6 +98,7 @@ class Program:
     combine: str
     counts: str
     token_index: str
+    cut: str
     gate_up: str
     halves: str
     activation: str
@@ -115,6 +125,12 @@ class Program:
         """True when moefuse must find this layer."""
         if self.trap or self.sizes.experts == 1:
             return False  # one expert is a plain feed-forward network: no routing is left in its graph
+        if self.dispatch == "pieces" and self.sizes.tokens * self.sizes.top_k == 1:
+            return False  # a single slot has no order that could be cut
+        if self.dispatch == "where":
+            return self.combine != "write_back" or not self.router.startswith("given")
+        if self.dispatch in ("map", "map_pieces"):
+            return not self.router.startswith("given")
         if self.dispatch != "dense":
             return True
         if self.router.startswith("given"):
@@ -170,6 +186,7 @@ def draw_program(choose: Choose, *, traps: bool = False) -> Program:
         combine=combine,
         counts=choose(COUNTS),
         token_index=choose(TOKEN_INDEX),
+        cut=choose(CUTS),
         gate_up=gate_up,
         halves=choose(HALVES),
         activation=choose(PLAIN_ACTIVATIONS if gate_up == "none" else GATED_ACTIVATIONS),
@@ -210,7 +227,16 @@ def _groups_fit(sizes: Sizes) -> bool:
 
 def _trap_fits(trap: str, dispatch: str, combine: str) -> bool:
     if trap in ("mean", "amax", "partial"):
-        return combine in ("sum", "inverse_put", "inverse_argsort", "put_back") and dispatch != "dense"
+        back = ("sum", "inverse_put", "inverse_argsort", "put_back")
+        return combine in back and dispatch != "dense"
     if trap == "residual_base":
-        return combine in ("index_add", "scatter_add", "put_accumulate")
-    return trap != "wrong_token" or dispatch == "sorted"
+        return combine in ("index_add", "scatter_add", "put_accumulate") and dispatch != "where"
+    dispatches = {
+        "wrong_token": ("sorted", "pieces"),
+        "shifted_cut": ("pieces", "map_pieces"),
+        "swapped_weights": ("pieces", "map_pieces"),
+        "swapped_pieces": ("pieces", "map_pieces"),
+        "skipped_expert": ("where", "every"),
+        "other_order": ("map", "map_pieces"),
+    }
+    return dispatch in dispatches.get(trap, (dispatch,))

@@ -23,6 +23,7 @@ PLAIN = Program(
     combine="inverse_put",
     counts="histc",
     token_index="floor_divide",
+    cut="slices",
     gate_up="concat",
     halves="chunk",
     activation="silu",

@@ -104,7 +104,7 @@ def test_cpu_makes_no_copy_of_a_weight(dtype, form, tokens) -> None:
 @pytest.mark.parametrize("rows", [1, 2, 3, 40])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["row", "column", "row gaps", "column gaps", "both strided"])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bias", ["none", "plain", "strided"])
 @pytest.mark.parametrize("threads", [1, 2])
 def test_every_route_of_the_gemm(rows, dtype, layout, bias, threads) -> None:
     torch.manual_seed(0)
@@ -117,7 +117,8 @@ def test_every_route_of_the_gemm(rows, dtype, layout, bias, threads) -> None:
         "both strided": torch.randn(2 * n, 3 * k)[::2, ::3],
     }[layout]
     w = torch.empty_strided(w.shape, w.stride(), dtype=dtype).copy_(w) if layout == "column" else w.to(dtype)
-    x, b = torch.randn(rows, k).to(dtype), torch.randn(n).to(dtype) if bias else None
+    x = torch.randn(rows, k).to(dtype)
+    b = {"none": None, "plain": torch.randn(n).to(dtype), "strided": torch.randn(n, 3).to(dtype)[:, 1]}[bias]
     out = torch.full((rows, n), torch.nan, dtype=dtype)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -126,7 +126,11 @@ class MegatronGrouped(Routed):
 
 
 class MegatronSinkhorn(MegatronGrouped):
-    """The same, the choice balanced by Sinkhorn's iteration until it converges: a loop that depends on the data."""
+    """The same, balanced by Sinkhorn's iteration until it converges: a loop that depends on the data.
+
+    It breaks the graph, and nothing says of ids that come from another graph that they are different in each token:
+    a mask of them would hold a repeated one once.
+    """
 
     def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """See `Routed`."""
@@ -238,7 +242,9 @@ GROUPED: dict[str, Style] = {
     "torchtitan_w13_scatter_add": style(TorchtitanW13),
     "torchtune_grouped": style(TorchtuneGrouped),
     "megatron_grouped": style(MegatronGrouped, captured_by="moefuse.compile"),
-    "megatron_sinkhorn": style(MegatronSinkhorn, captured_by="moefuse.compile"),
+    "megatron_sinkhorn": style(
+        MegatronSinkhorn, fusable=False, reason="ids may repeat within a token", captured_by="moefuse.compile"
+    ),
     "stacked2d_grouped_bincount": style(Stacked2d, captured_by="moefuse.compile"),
     "gpt_fast": style(GptFast),
     "sglang_native_gather": style(SglangGather),

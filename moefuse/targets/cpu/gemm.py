@@ -27,6 +27,7 @@ _BAG_ROWS = 2  # each row walks over the weight anew: two still beat one torch.m
 def multiply_into(out: Tensor, x: Tensor, w: Tensor, bias: Tensor | None = None) -> None:
     """out [n, N] = x [n, K] @ w [N, K].T + bias [N]; `w` may have any strides."""
     if x.dtype == torch.float32 and _inner_product is not None:
+        bias = None if bias is None else bias.contiguous()  # a strided one is read as if it were not
         out.copy_(_inner_product(x, w, bias, "none", [], ""))
         return
     if x.dtype == torch.bfloat16 and _BAGS and x.shape[0] <= _BAG_ROWS and w.t().is_contiguous():
