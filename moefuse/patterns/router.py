@@ -168,6 +168,8 @@ def pointwise(lift: Lifting, node: Node) -> Outcome:
     tensors = {i: lift.fact(arg) for i, arg in enumerate(node.args) if isinstance(value(arg), torch.Tensor)}
     if any(isinstance(value(arg), torch.Tensor) for arg in node.kwargs.values()):
         return None
+    if _changes_nothing(node):
+        return tensors[0]
     if not lift.forced and not any(_worth_keeping(fact) for fact in tensors.values()):
         return None
     if not is_float(node) and not any(fact.expr.hard for fact in tensors.values()):
@@ -176,7 +178,7 @@ def pointwise(lift: Lifting, node: Node) -> Outcome:
         raise Conflict("a size that is not static takes part in the arithmetic of rows")
     if len(tensors) == 1:
         position, fact = tensors.popitem()
-        return fact if _changes_nothing(node) else _unary(node, position, fact)
+        return _unary(node, position, fact)
     unifier = Unifier()
     dims: Dims = ()
     for fact in tensors.values():

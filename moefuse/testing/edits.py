@@ -215,8 +215,9 @@ def propagate(graph_module: GraphModule) -> bool:
             except Exception:  # any failure of a fake kernel means: no valid program
                 return False
             changed.add(node)
-            if mode.shape_env is not None:  # sizes that depend on the data: known to nobody but this node
-                compute_unbacked_bindings(mode.shape_env, node.meta["val"])
+            node.meta.pop("unbacked_bindings", None)
+            if new := compute_unbacked_bindings(mode.shape_env, node.meta["val"]):
+                node.meta["unbacked_bindings"] = new
     if replacements is not None and mode.shape_env.replacements != replacements:
         # The edit only fits one token count; it mustn't pin the symbol for the graphs that share it.
         mode.shape_env.replacements = replacements

@@ -14,6 +14,7 @@ import torch
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
+from moefuse.graph.interpret import CaptureError
 from moefuse.testing.compare import compare, default_rewrite, describe
 from moefuse.testing.oracle import SafeRun
 
@@ -41,6 +42,8 @@ def judge(
         return Verdict("undefined")
     try:
         result = (rewrite or default_rewrite)(graph_module)
+    except CaptureError as error:  # an edit may make sizes that torch can't trace again: left as it is
+        return Verdict("refused", str(error))
     except Exception as error:  # a crash of the rewrite is a finding, not an end of the run
         return Verdict("wrong", f"the rewrite raised {type(error).__name__}: {error}")
     for values in usable:
