@@ -43,9 +43,7 @@ def grouped_mm(lift: Lifting, node: Node) -> Outcome:
     if len(node.args) > 3 or node.kwargs.get("bias") is not None:
         raise Conflict("a grouped GEMM with a bias argument")
     if not isinstance(offsets.expr, Offs) or offsets.dims != (offsets.expr.at,):
-        raise Conflict(
-            "the row offsets of the grouped GEMM are not the running counts of the ids", argument(node, 2)
-        )
+        raise Conflict("the row offsets of the grouped GEMM are not the running counts of the ids")
     if len(rows.dims) != 2 or len(weight.dims) != 3 or not isinstance(weight.expr, Leaf):
         raise Conflict("a grouped GEMM whose operands are not [rows, K] and [experts, K, N]")
     group, key = _row_order(rows, offsets.expr, node)

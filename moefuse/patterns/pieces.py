@@ -26,6 +26,7 @@ from moefuse.patterns.facts import (
     Perm,
     Pick,
     Pieces,
+    Pos,
     Tally,
     group_axes,
 )
@@ -194,14 +195,16 @@ def masked_select(lift: Lifting, node: Node) -> Outcome:
     source, mask = lift.fact(argument(node, 0)), lift.fact(argument(node, 1))
     chosen = mask.expr
     if not isinstance(chosen, Dense) or chosen.value != Const(1.0) or chosen.fill != 0:
-        if source.expr.hard:
-            raise Conflict("expert rows are taken by a mask that is no choice of a top-k")
+        if source.expr.hard or isinstance(source.expr, Pos):
+            raise Conflict("taken by a mask that isn't proved to be the choices of a top-k")
         return None
     if len(mask.dims) != len(source.dims) or len(mask.dims) != 2 or not isinstance(chosen.ids, Leaf):
         return None
     over: Group = tuple(digit for group in chosen.ids.index for digit in group)
     tokens = tuple(digit for digit in over if digit not in chosen.slots)
-    if not distinct(chosen.ids, chosen.slots) or mask.dims != (chosen.at, tokens):
+    if not distinct(chosen.ids, chosen.slots):
+        raise Conflict("taken by a mask of choices whose ids may repeat within a token")
+    if mask.dims != (chosen.at, tokens):
         return None
     unifier = Unifier()
     for own, other in zip(mask.dims, source.dims, strict=True):

@@ -128,8 +128,7 @@ class MegatronGrouped(Routed):
 class MegatronSinkhorn(MegatronGrouped):
     """The same, balanced by Sinkhorn's iteration until it converges: a loop that depends on the data.
 
-    It breaks the graph, and nothing says of ids that come from another graph that they are different in each token:
-    a mask of them would hold a repeated one once.
+    It breaks the graph, and nothing says of a mask that comes from another graph that it holds K experts per token.
     """
 
     def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -243,7 +242,10 @@ GROUPED: dict[str, Style] = {
     "torchtune_grouped": style(TorchtuneGrouped),
     "megatron_grouped": style(MegatronGrouped, captured_by="moefuse.compile"),
     "megatron_sinkhorn": style(
-        MegatronSinkhorn, fusable=False, reason="ids may repeat within a token", captured_by="moefuse.compile"
+        MegatronSinkhorn,
+        fusable=False,
+        reason="isn't proved to be the choices of a top-k",
+        captured_by="moefuse.compile",
     ),
     "stacked2d_grouped_bincount": style(Stacked2d, captured_by="moefuse.compile"),
     "gpt_fast": style(GptFast),
