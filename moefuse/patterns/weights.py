@@ -6,10 +6,13 @@ In: the leaves of the expert GEMMs. Out: layouts, read off the axes and never gu
 import itertools
 from collections.abc import Callable, Iterable
 
+from torch.fx import Node
+
 from moefuse.graph import sizes
 from moefuse.ops.spec import GateUp
 from moefuse.patterns.facts import At, Axis, Conflict, Digit, Group, Leaf, Part, group_axes, group_size
 from moefuse.patterns.products import Linear
+from moefuse.patterns.rules import value
 
 Span = tuple[int, int, sizes.Size]
 """(start, step, size of the dimension): which rows of a weight something reads."""
@@ -51,16 +54,24 @@ def _affine(group: Group) -> tuple[int, list[tuple[Axis, int]]] | None:
 
 
 def entry_of(leaf: Leaf, axes: Iterable[Axis]) -> Group:
-    """The digits of a leaf's index that run over the axes (of one dimension, or a whole part of one)."""
+    """The digits of a leaf's index that run over the axes: of one dimension, or of some that lie as one in memory."""
     wanted = set(axes)
+    dims = [dim for dim, group in enumerate(leaf.index) if group_axes(group) & wanted]
     groups = [
-        tuple(d for d in group if not isinstance(d, At) and group_axes((d,)) <= wanted)
-        for group in leaf.index
-        if group_axes(group) & wanted
+        tuple(d for d in leaf.index[dim] if not isinstance(d, At) and group_axes((d,)) <= wanted)
+        for dim in dims
     ]
-    if len(groups) != 1:
+    whole = all(found == leaf.index[dim] for found, dim in zip(groups, dims, strict=True))
+    joined = whole and all(joinable(leaf.node, a, b) for a, b in itertools.pairwise(dims))
+    if not dims or (len(dims) > 1 and not joined):
         raise Conflict(f"`{leaf.node.name}` is not a tensor with one dimension per role")
-    return groups[0]
+    return tuple(digit for group in groups for digit in group)
+
+
+def joinable(node: Node, first: int, second: int) -> bool:
+    """True for neighbouring dimensions that a view can make one."""
+    val = value(node)
+    return second == first + 1 and sizes.same(val.stride(first), val.shape[second] * val.stride(second))
 
 
 def span(leaf: Leaf, axes: tuple[Axis, ...]) -> Span:
@@ -111,13 +122,14 @@ def layout(ordered: list[Linear], spans: list[Span], size: sizes.Size) -> GateUp
 
 
 def units(leaf: Leaf, role_of: Callable[[Digit], str]) -> list[tuple[str, sizes.Size, int]]:
-    """The leaf's dimensions as (role, size, dimension), neighbours of one role in one dimension merged."""
+    """The leaf's dimensions as (role, size, last dimension); neighbours of one role joined, where a view can."""
     result: list[tuple[str, sizes.Size, int]] = []
     for dim, group in enumerate(leaf.index):
         for digit in group:
             role = role_of(digit)
-            if result and result[-1][0] == role and result[-1][2] == dim:
-                result[-1] = (role, result[-1][1] * digit.size, dim)
+            before = result[-1] if result else ("", 0, 0)
+            if before[0] == role and (before[2] == dim or joinable(leaf.node, before[2], dim)):
+                result[-1] = (role, before[1] * digit.size, dim)
             else:
                 result.append((role, digit.size, dim))
     return result
