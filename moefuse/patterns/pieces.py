@@ -6,6 +6,7 @@ order, is in the order of the cut again. `masked_select` by a [experts, tokens] 
 slots expert by expert, as a sort does.
 """
 
+import sys
 from typing import Any
 
 from torch.fx import Node
@@ -99,7 +100,7 @@ def one_piece(lift: Lifting, node: Node, fact: Fact, dim: int) -> Fact:
     before = _experts_below(lift, order, argument(node, 2, "start", 0) or 0)
     end = argument(node, 3, "end")
     until = _experts_below(lift, order, end)
-    if until is None and (end is None or (isinstance(end, int) and sizes.same(end, order.size))):
+    if until is None and (end is None or end == sys.maxsize):
         until = chosen_from(order.key)
     if before is None or until is None or until != before + 1 or argument(node, 4, "step", 1) != 1:
         raise Conflict("rows in expert order are cut at other places than between two experts")
@@ -162,7 +163,8 @@ def cat(lift: Lifting, node: Node) -> Outcome:
         raise Conflict("expert rows are put together that are not the pieces of a cut by expert")
     index: list[Group] = [first.over, *parts[0].dims[1:]]
     for expert, (pick, part) in enumerate(zip(picks, parts, strict=True)):
-        if not isinstance(pick, Pick) or pick.source is not first.source or pick.expert != expert:
+        own = isinstance(pick, Pick) and pick.source is first.source and pick.expert == expert
+        if not isinstance(pick, Pick) or not own or not part.expr.hard:
             raise Conflict(f"piece {expert} of the rows that are put together isn't that of expert {expert}")
         unifier = Unifier()
         for own, other in zip(index, (pick.over, *part.dims[1:]), strict=True):
@@ -205,15 +207,14 @@ def masked_select(lift: Lifting, node: Node) -> Outcome:
     if not distinct(chosen.ids, chosen.slots):
         raise Conflict("taken by a mask of choices whose ids may repeat within a token")
     if mask.dims != (chosen.at, tokens):
-        return None
+        raise Conflict("taken by a mask of choices, but not expert by expert")
     unifier = Unifier()
     for own, other in zip(mask.dims, source.dims, strict=True):
         unifier.unify(own, other)
-    if any(unifier.resolve(group) != group for group in mask.dims):
-        return None
     taken = _at_choice(unifier.expr(source.expr), chosen)
-    if taken is None or taken.hard or taken.axes & group_axes(chosen.at):
-        return None
+    moved = any(unifier.resolve(group) != group for group in mask.dims)
+    if moved or taken is None or taken.hard or taken.axes & group_axes(chosen.at):
+        raise Conflict("taken by a mask of choices, but neither routing weights nor tokens")
     topk, _ = topk_of(chosen.ids.node)
     assert topk is not None
     return Fact(taken, ((Perm(topk, over, chosen.ids),),))
