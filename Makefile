@@ -3,6 +3,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+# torch_npu needs an environment of its own: with it, plain `import torch` fails where there is no Ascend driver.
+NPU_VENV ?= .venv-npu
 # More of pytest's options, such as PYTEST_ARGS="-k router -n 0".
 PYTEST_ARGS ?=
 # The field cases live beside the checkout where they are available at all.
@@ -10,6 +12,7 @@ CASES ?= ../shared/cases/run_cases.py
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
+NPU_STAMP := $(NPU_VENV)/.ready
 
 # torch would load every installed device plug-in at import; one without its driver breaks `import torch`.
 export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
@@ -17,12 +20,13 @@ export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format types unit cases bench wheel hooks clean
+.PHONY: help setup demo test lint format types unit cases test-npu bench wheel hooks clean
 
 help:
 	@echo "make demo    set up, then fuse a Qwen3-MoE model, check it and time it"
 	@echo "make test    set up, then lint, types, unit tests and, where available, the field cases"
 	@echo "make lint | types | unit | cases    the parts of make test"
+	@echo "make test-npu    tests with the real torch_npu, on an emulated CANN runtime; an environment of its own"
 	@echo "make format | bench | wheel | hooks | clean"
 
 $(BIN)/python:
@@ -56,6 +60,14 @@ cases: $(STAMP)
 	@if [ -f $(CASES) ]; then $(BIN)/python $(CASES) --backend moefuse; \
 	else echo "cases: $(CASES) isn't here, skipped"; fi
 
+$(NPU_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m venv $(NPU_VENV)
+	$(NPU_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[npu-dev]'
+	@touch $@
+
+test-npu: $(NPU_STAMP)
+	$(NPU_VENV)/bin/python -m pytest tests/npu $(PYTEST_ARGS)
+
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -73,4 +85,4 @@ hooks: $(STAMP)
 
 clean:
 	rm -rf build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +
