@@ -1,0 +1,153 @@
+"""Reference kernels of the grouped matmul and the gated activation.
+
+In: CPU tensors. Out: products computed in float64 and rounded once, so that rounding is never the kernel's fault.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moefuse.testing.npu_reference_kernels.checks import UNDEFINED, absent, only
+
+_ACTIVATIONS: dict[int, Callable[[Tensor], Tensor]] = {
+    0: lambda y: y,
+    1: F.relu,
+    2: lambda y: F.gelu(y, approximate="tanh"),
+    4: lambda y: y * torch.sigmoid(1.702 * y),
+    5: F.silu,
+}
+
+
+def swiglu(input: Tensor, dim: int = -1) -> Tensor:
+    """silu(first half) * second half, along `dim`."""
+    gate, up = input.float().chunk(2, dim)
+    return (F.silu(gate) * up).to(input.dtype)
+
+
+def grouped_matmul(
+    x: list[Tensor],
+    weight: list[Tensor],
+    *,
+    bias: list[Tensor] | None = None,
+    scale: list[Tensor] | None = None,
+    offset: list[Tensor] | None = None,
+    antiquant_scale: list[Tensor] | None = None,
+    antiquant_offset: list[Tensor] | None = None,
+    per_token_scale: list[Tensor] | None = None,
+    group_list: Tensor | None = None,
+    activation_input: list[Tensor] | None = None,
+    activation_quant_scale: list[Tensor] | None = None,
+    activation_quant_offset: list[Tensor] | None = None,
+    split_item: int | None = 0,
+    group_type: int | None = None,
+    group_list_type: int | None = 0,
+    act_type: int | None = 0,
+    tuning_config: list[int] | None = None,
+    output_dtype: int | None = None,
+    x_dtype: int | None = None,
+    weight_dtype: int | None = None,
+    scale_dtype: int | None = None,
+    per_token_scale_dtype: int | None = None,
+) -> list[Tensor]:
+    """One product per group of rows of x[0]. Rows after the last group are unwritten.
+
+    group_list holds the end of each group (group_list_type 0) or its size (1). weight: one [E, K, N] tensor or E
+    tensors [K, N]; scales and biases [E, N] or E tensors [N]. (x @ w + bias) * scale * per_token_scale for int8,
+    x @ ((w + antiquant_offset) * antiquant_scale) + bias for weights alone quantised.
+    """
+    name = "npu_grouped_matmul"
+    absent(
+        name,
+        offset=offset,
+        activation_input=activation_input,
+        activation_quant_scale=activation_quant_scale,
+        activation_quant_offset=activation_quant_offset,
+    )
+    only(name, "group_type", group_type, 0)
+    only(name, "split_item", split_item, 2, 3)
+    only(name, "group_list_type", group_list_type, 0, 1)
+    only(name, "act_type", act_type, *_ACTIVATIONS)
+    only(name, "len(x)", len(x), 1)
+    for argument, dtype in (
+        ("x_dtype", x_dtype),
+        ("weight_dtype", weight_dtype),
+        ("scale_dtype", scale_dtype),
+    ):
+        only(name, argument, dtype, None)
+    only(name, "per_token_scale_dtype", per_token_scale_dtype, None)
+    if group_list is None:
+        raise ValueError(f"{name}: group_list: expected a tensor with group_type=0, got None")
+    rows, weights = x[0], _stacked(weight)
+    assert weights is not None
+    ends = group_list if group_list_type == 0 else group_list.cumsum(0)
+    group = torch.searchsorted(ends, torch.arange(rows.shape[0], dtype=ends.dtype), right=True)
+    used, group = group < weights.shape[0], group.clamp(max=weights.shape[0] - 1)
+    y = _product(rows, weights, group, antiquant_scale, antiquant_offset)
+    if (biases := _stacked(bias)) is not None:
+        y = y + biases.double()[group]
+    if (scales := _stacked(scale)) is not None:
+        y = y * decoded(scales).double()[group]
+    if per_token_scale is not None:
+        y = y * per_token_scale[0].double().unsqueeze(1)
+    y = _ACTIVATIONS[act_type or 0](y)
+    result = rows.dtype if output_dtype is None else _dtype(output_dtype)
+    if result.is_floating_point:
+        y = y.masked_fill(~used.unsqueeze(1), UNDEFINED)
+    return [y.to(result)]
+
+
+def grouped_matmul_list(
+    x: list[Tensor],
+    weight: list[Tensor],
+    *,
+    group_list: list[int] | None = None,
+    output_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> list[Tensor]:
+    """The older overload: the ends of the groups as Python integers."""
+    ends = None if group_list is None else torch.tensor(group_list)
+    code = None if output_dtype is None else _CODES[output_dtype]
+    return grouped_matmul(x, weight, group_list=ends, output_dtype=code, **options)
+
+
+def _product(
+    rows: Tensor,
+    weights: Tensor,
+    group: Tensor,
+    scale: Sequence[Tensor] | None,
+    offset: Sequence[Tensor] | None,
+) -> Tensor:
+    each = weights.double()
+    if (offsets := _stacked(offset)) is not None:
+        each = each + offsets.double().unsqueeze(1)
+    if (scales := _stacked(scale)) is not None:
+        each = each * scales.double().unsqueeze(1)
+    return torch.einsum("mk,mkn->mn", rows.double(), each[group])
+
+
+def _stacked(tensors: Sequence[Tensor] | None) -> Tensor | None:
+    """One tensor with the groups as its first dimension, from one stacked tensor or one per group."""
+    if not tensors:
+        return None
+    return tensors[0] if len(tensors) == 1 else torch.stack(list(tensors))
+
+
+def decoded(scale: Tensor) -> Tensor:
+    """A scale as floats: int64 scales hold the bits of a float32 in their low word."""
+    return scale.to(torch.int32).view(torch.float32) if scale.dtype == torch.int64 else scale
+
+
+_CODES = {torch.float16: 5, torch.float32: 6, torch.bfloat16: 15, torch.int32: 3, torch.int8: 1}
+
+
+def _dtype(code: int) -> torch.dtype:
+    """torch's dtype of the number by which torch_npu's schemas name it (torch's own numbering of scalar types)."""
+    for dtype, known in _CODES.items():
+        if known == code:
+            return dtype
+    raise NotImplementedError(
+        f"npu_grouped_matmul: output_dtype: expected one of {sorted(_CODES.values())}, got {code}"
+    )

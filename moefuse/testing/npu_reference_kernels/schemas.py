@@ -1,0 +1,55 @@
+"""The schemas of torch_npu 2.13.0 for the operators that have a reference kernel here.
+
+In: nothing. Out: `SCHEMAS`. Defined by `install()` where torch_npu isn't there; where it is, a test compares them.
+"""
+
+_TEXT = """
+npu_moe_gating_top_k_softmax(Tensor x, Tensor? finished=None, int k=1) -> (Tensor, Tensor, Tensor)
+
+npu_moe_gating_top_k(Tensor x, int k, *, Tensor? bias=None, Tensor? input_ids=None, Tensor? tid2eid=None,
+    int k_group=1, int group_count=1, int group_select_mode=0, int renorm=0, int norm_type=0, bool out_flag=False,
+    float routed_scaling_factor=1., float eps=1e-20) -> (Tensor, Tensor, Tensor)
+
+npu_moe_init_routing(Tensor x, Tensor row_idx, Tensor expert_idx, int active_num) -> (Tensor, Tensor, Tensor)
+
+npu_moe_init_routing_v2(Tensor x, Tensor expert_idx, *, Tensor? scale=None, Tensor? offset=None, int active_num=-1,
+    int expert_capacity=-1, int expert_num=-1, int drop_pad_mode=0, int expert_tokens_num_type=0,
+    bool expert_tokens_num_flag=False, int quant_mode=-1, int[2] active_expert_range=[], int row_idx_type=0,
+    int? x_dtype=None) -> (Tensor, Tensor, Tensor, Tensor)
+
+npu_moe_compute_expert_tokens(Tensor sorted_expert_for_source_row, int num_expert) -> Tensor
+
+npu_moe_token_permute(Tensor tokens, Tensor indices, int? num_out_tokens=None, bool padded_mode=False)
+    -> (Tensor, Tensor)
+
+npu_grouped_matmul(Tensor[] x, Tensor[] weight, *, Tensor[]? bias=None, Tensor[]? scale=None, Tensor[]? offset=None,
+    Tensor[]? antiquant_scale=None, Tensor[]? antiquant_offset=None, Tensor[]? per_token_scale=None,
+    Tensor? group_list=None, Tensor[]? activation_input=None, Tensor[]? activation_quant_scale=None,
+    Tensor[]? activation_quant_offset=None, int? split_item=0, int? group_type=None, int? group_list_type=0,
+    int? act_type=0, int[]? tuning_config=None, int? output_dtype=None, int? x_dtype=None, int? weight_dtype=None,
+    int? scale_dtype=None, int? per_token_scale_dtype=None) -> Tensor[]
+
+npu_grouped_matmul.List(Tensor[] x, Tensor[] weight, *, Tensor[]? bias=None, Tensor[]? scale=None,
+    Tensor[]? offset=None, Tensor[]? antiquant_scale=None, Tensor[]? antiquant_offset=None,
+    Tensor[]? per_token_scale=None, int[]? group_list=None, Tensor[]? activation_input=None,
+    Tensor[]? activation_quant_scale=None, Tensor[]? activation_quant_offset=None, int? split_item=0,
+    int? group_type=None, int? group_list_type=0, int? act_type=0, ScalarType? output_dtype=None) -> Tensor[]
+
+npu_swiglu(Tensor input, int dim=-1) -> Tensor
+
+npu_dynamic_quant(Tensor input, *, Tensor? smooth_scales=None, Tensor? group_index=None, int? dst_type=None,
+    str quant_mode="pertoken", float dst_type_max=0.) -> (Tensor, Tensor)
+
+npu_dequant_swiglu_quant(Tensor x, *, Tensor? weight_scale=None, Tensor? activation_scale=None, Tensor? bias=None,
+    Tensor? quant_scale=None, Tensor? quant_offset=None, Tensor? group_index=None, bool activate_left=False,
+    int quant_mode=0, int? dst_type=None, int? round_mode=None, int? activate_dim=None, int swiglu_mode=0,
+    float clamp_limit=7., float glu_alpha=1.702, float glu_bias=1.) -> (Tensor, Tensor)
+
+npu_moe_finalize_routing(Tensor expanded_permuted_rows, Tensor? skip1, Tensor? skip2, Tensor? bias, Tensor? scales,
+    Tensor expanded_src_to_dst_row, Tensor? export_for_source_row, int? drop_pad_mode=0, int? k=1) -> Tensor
+
+npu_moe_token_unpermute(Tensor permuted_tokens, Tensor sorted_indices, Tensor? probs=None, bool padded_mode=False,
+    int[]? restore_shape=None) -> Tensor
+"""
+
+SCHEMAS = tuple(" ".join(schema.split()) for schema in _TEXT.strip().split("\n\n"))

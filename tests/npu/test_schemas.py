@@ -1,0 +1,83 @@
+"""moefuse's own schemas and shapes against those of the real torch_npu. Runs where the wheel is installed."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from moefuse.testing.npu_reference_kernels import KERNELS, install
+from moefuse.testing.npu_reference_kernels.schemas import SCHEMAS
+
+install()
+npu = torch.ops.npu
+
+
+def test_every_kernel_has_a_schema() -> None:
+    assert {schema.partition("(")[0] for schema in SCHEMAS} == set(KERNELS)
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: schema.partition("(")[0])
+def test_a_schema_is_the_real_one(schema: str) -> None:
+    own = torch._C.parse_schema(f"npu::{schema}")
+    real = torch._C._get_schema(own.name, own.overload_name)
+    assert str(own) == str(real)
+
+
+X, IDS = torch.randn(6, 16, dtype=torch.bfloat16), torch.randint(0, 8, (6, 2), dtype=torch.int32)
+ROWS = torch.randn(12, 16, dtype=torch.bfloat16)
+POSITION, GROUPS = torch.arange(12, dtype=torch.int32), torch.full((8,), 1, dtype=torch.int64)
+CALLS: dict[str, Callable[..., Any]] = {
+    "gating softmax": lambda: npu.npu_moe_gating_top_k_softmax(X, None, 2),
+    "gating": lambda: npu.npu_moe_gating_top_k(X, 2, out_flag=True),
+    "init v1": lambda: npu.npu_moe_init_routing(X, IDS, IDS, 4),
+    "init v2": lambda: npu.npu_moe_init_routing_v2(X, IDS, expert_num=8, expert_tokens_num_flag=True),
+    "init v2 active": lambda: npu.npu_moe_init_routing_v2(X, IDS, expert_num=8, active_num=5),
+    "init v2 range": lambda: npu.npu_moe_init_routing_v2(X, IDS, expert_num=8, active_expert_range=[2, 5]),
+    "init v2 quant": lambda: npu.npu_moe_init_routing_v2(X, IDS, expert_num=8, quant_mode=1),
+    "tokens": lambda: npu.npu_moe_compute_expert_tokens(POSITION, 8),
+    "permute": lambda: npu.npu_moe_token_permute(X, IDS),
+    "permute cut": lambda: npu.npu_moe_token_permute(X, IDS, 5),
+    "gmm": lambda: npu.npu_grouped_matmul(
+        [ROWS], [torch.ones(8, 16, 4).bfloat16()], group_list=GROUPS, split_item=2, group_type=0
+    ),
+    "gmm int8": lambda: npu.npu_grouped_matmul(
+        [ROWS.to(torch.int8)],
+        [torch.ones(8, 16, 4, dtype=torch.int8)],
+        scale=[torch.ones(8, 4)],
+        group_list=GROUPS,
+        split_item=2,
+        group_type=0,
+        output_dtype=15,
+    ),
+    "swiglu": lambda: npu.npu_swiglu(ROWS),
+    "dynamic quant": lambda: npu.npu_dynamic_quant(ROWS),
+    "dequant swiglu quant": lambda: npu.npu_dequant_swiglu_quant(ROWS, quant_mode=1),
+    "finalize": lambda: npu.npu_moe_finalize_routing(
+        ROWS, None, None, None, torch.ones(6, 2).bfloat16(), POSITION, None, 2
+    ),
+    "finalize pad": lambda: npu.npu_moe_finalize_routing(
+        ROWS.view(3, 4, 16), None, None, None, None, POSITION, None, 3, 2
+    ),
+    "unpermute": lambda: npu.npu_moe_token_unpermute(ROWS, POSITION, torch.ones(6, 2).bfloat16()),
+    "unpermute alone": lambda: npu.npu_moe_token_unpermute(ROWS, POSITION),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_a_kernel_gives_the_real_shapes_and_dtypes(case: str) -> None:
+    real = CALLS[case]()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = CALLS[case]()
+    described = [[(t.shape, t.dtype) for t in pytree.tree_leaves(result)] for result in (real, fake)]
+    assert described[0] == described[1]
+
+
+def test_installing_before_torch_npu_is_an_error() -> None:
+    code = "from moefuse.testing import npu_reference_kernels as k; k.install()"
+    run = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert "import torch_npu before install()" in run.stderr
