@@ -10,8 +10,6 @@ from typing import Any
 
 from moefuse.ops.spec import MoeSpec
 
-_SPEC_FIELDS = frozenset(f.name for f in fields(MoeSpec))
-
 
 @dataclass(frozen=True)
 class CheckResult:
@@ -27,20 +25,25 @@ class CheckResult:
 class Check:
     """One question about a spec.
 
-    reads: the `MoeSpec` fields that `test` and the reason use.
+    reads: the fields of `subject` that `test` and the reason use.
     test: True when the spec passes; or the reason of the refusal as text, "" when it passes.
     reason: text of the refusal, a format string over the fields in `reads`; unused where `test` gives the text.
+    subject: what is judged; a target that asks more than a `MoeSpec` holds extends it.
     """
 
     name: str
     reads: tuple[str, ...]
-    test: Callable[[MoeSpec], bool | str]
+    test: Callable[[Any], bool | str]
     reason: str = ""
+    subject: type[MoeSpec] = MoeSpec
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.reads if name not in _SPEC_FIELDS]
+        known = {f.name for f in fields(self.subject)}
+        unknown = [name for name in self.reads if name not in known]
         if unknown:
-            raise ValueError(f"Check {self.name!r}: reads: expected fields of MoeSpec, got {unknown}")
+            raise ValueError(
+                f"Check {self.name!r}: reads: expected fields of {self.subject.__name__}, got {unknown}"
+            )
 
     def __call__(self, spec: MoeSpec) -> CheckResult:
         """Judge one spec."""
