@@ -137,9 +137,20 @@ def dump(
 
 
 @app.command()
-def doctor(as_json: JsonOption = False) -> None:
+def doctor(
+    as_json: JsonOption = False,
+    ascend: Annotated[bool, typer.Option("--ascend", help="print what aclnnMegaMoe takes instead")] = False,
+) -> None:
     """Show what this machine offers and what each missing thing would enable."""
     from moefuse.doctor import checkup
+
+    if ascend:
+        if as_json:
+            _die("--ascend prints a table, it has no JSON form", _EXIT_USAGE)
+        from moefuse.policy.npu_limits import table
+
+        typer.echo(table())
+        return
 
     findings = checkup()
     if as_json:

@@ -246,6 +246,11 @@ def test_doctor_prints_and_gives_json():
     assert all(set(finding) == {"name", "ok", "found", "enables"} for finding in data["findings"])
 
 
+def test_doctor_prints_what_the_ascend_operator_takes():
+    assert "| hidden | 1024..8192 by 512 |" in run("doctor", "--ascend").stdout
+    assert run("doctor", "--ascend", "--json").exit_code == 2
+
+
 def test_doctor_says_what_a_missing_thing_would_enable(monkeypatch):
     from moefuse import doctor
 

@@ -20,6 +20,8 @@ from moefuse import policy, targets
 from moefuse.inner import INNER_COMPILERS
 from moefuse.ops.activations import ACTIVATIONS, CUSTOM
 from moefuse.options import Options
+from moefuse.policy.npu import check_names
+from moefuse.policy.npu_limits import table
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -152,3 +154,14 @@ def test_every_benchmark_is_described():
     text = (DOCS / "performance.md").read_text(encoding="utf-8")
     for script in (ROOT / "benchmarks").glob("*.py"):
         assert f"benchmarks/{script.name}" in text
+
+
+def test_the_page_on_ascend_shows_the_limits_as_they_are():
+    text = (DOCS / "ascend.md").read_text(encoding="utf-8")
+    assert text.partition("<!-- limits -->\n")[2].partition("\n<!-- /limits -->")[0] == table()
+
+
+def test_the_page_on_ascend_names_every_check():
+    text = (DOCS / "ascend.md").read_text(encoding="utf-8")
+    names = check_names()
+    assert [n for n in names if f"`{n}`" not in text and f"| {n.replace('_', ' ')} |" not in text] == []

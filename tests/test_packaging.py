@@ -35,7 +35,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile):
 
     wanted = {
         str(path.relative_to(ROOT))
-        for pattern in ("*.py", "py.typed", "targets/**/*.cpp", "targets/**/*.h")
+        for pattern in ("*.py", "py.typed", "policy/*.toml", "targets/**/*.cpp", "targets/**/*.h")
         for path in (ROOT / "moefuse").rglob(pattern)
     }
     assert len(names) == len(set(names))

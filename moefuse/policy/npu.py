@@ -180,6 +180,8 @@ def checks_of_row(row: Limits) -> tuple[Check, ...]:
         _check("out_features", ("hidden", "out_features"), _out_features),
         _check("activation", ("activation",), activation),
         _check("layout", ("gate_up", "weight_position"), _layout),
+        _check("row_norm", ("row_norm",), _row_norm),
+        _check("identity", ("num_identity_experts",), _identity),
         _check("scheme", ("conditions",), scheme),
         _check("weight_dtype", ("expert_dtype", "conditions"), _weight_dtype),
         _check("weight_format", ("conditions",), _weight_format),
@@ -222,6 +224,17 @@ def _layout(layer: NpuLayer) -> str:
     if layer.weight_position != "output":
         return f"the routing weight multiplies at the {layer.weight_position}, aclnnMegaMoe's at the output"
     return ""
+
+
+def _row_norm(layer: NpuLayer) -> str:
+    return (
+        "" if layer.row_norm == "none" else "the experts' rows are normalised; aclnnMegaMoe doesn't do that"
+    )
+
+
+def _identity(layer: NpuLayer) -> str:
+    count = layer.num_identity_experts
+    return f"{count} identity experts: every expert of aclnnMegaMoe has weights" if count else ""
 
 
 def _weight_dtype(layer: NpuLayer) -> str:

@@ -180,6 +180,8 @@ TABLE: dict[
         (({}, {}), ({}, {"gate_up": "interleaved"}), "gate in the first half"),
         (({}, {}), ({}, {"weight_position": "input"}), "multiplies at the input"),
     ],
+    "row_norm": [(({}, {}), ({}, {"row_norm": "rms"}), "rows are normalised")],
+    "identity": [(({}, {}), ({}, {"num_identity_experts": 2}), "2 identity experts")],
     "scheme": [((W8A8, {"expert_dtype": torch.int8}), ({"scheme": "mxfp8"}, {}), "quantisation mxfp8")],
     "weight_dtype": [
         ((W8A8, {"expert_dtype": torch.int8}), (W8A8, {}), "weights are bfloat16"),
@@ -304,6 +306,27 @@ def test_no_condition_is_known_to_one_rank_only() -> None:
         "min_weight_bytes",
     }
     assert {field.name for field in dataclasses.fields(MoeSpec)} | {"conditions"} == FIELDS
+
+
+ANY_VALUE = {
+    "device": "the SoC is asked for instead",
+    "transpose_weight1": "weights are prepared once, at compile time",
+    "transpose_weight2": "weights are prepared once, at compile time",
+    "weight_form": "stacked weights are handed over as views, one per expert",
+    "activation_params": "handed over as they are",
+    "activation_program": "belongs to the activation `custom`, which no row has",
+    "product_dtype": "rounding inside the operator",
+    "activation_dtype": "rounding inside the operator",
+    "row_norm_eps": "belongs to row_norm",
+    "has_row_scale": "belongs to row_norm",
+    "has_router_weight": "ones are handed over",
+}
+
+
+def test_every_field_of_a_spec_is_judged_or_knowingly_not() -> None:
+    read = {name for check in checks_of_row(rows()[0]) for name in check.reads}
+    assert read.isdisjoint(ANY_VALUE)
+    assert read | set(ANY_VALUE) == FIELDS
 
 
 # --- modes ------------------------------------------------------------------------------------------------
