@@ -1,7 +1,7 @@
 """What this machine offers to moefuse, and what each missing thing would enable.
 
 In: nothing but the machine. Out: a list of `Finding`, printed by `moefuse doctor`. Nothing is changed:
-torch_npu and vendor packages are located, never imported.
+torch_npu and vendor packages are located, never imported or called.
 """
 
 from __future__ import annotations
@@ -143,6 +143,20 @@ def _npu() -> Iterator[Finding]:
     found = home if there else f"{home} doesn't exist; source the toolkit's set_env.sh"
     yield Finding("CANN toolkit", there, found, "the npu target's operators")
     yield _located("cann_ops_transformer", "aclnnMegaMoe as a torch operator (vendor op package)")
+    yield _aclnn()
+
+
+def _aclnn() -> Finding:
+    """The vendor's operator and its revision. Its library is loaded, nothing of it is called."""
+    from moefuse.targets import npu
+
+    enables = "one fused operator per layer on Ascend"
+    try:
+        library = npu.find()
+        identified = npu.identify(library)
+    except npu.InstallError as error:
+        return Finding("aclnnMegaMoe", False, str(error), enables)
+    return Finding("aclnnMegaMoe", True, f"{identified.revision}, {library.path}", enables)
 
 
 def _located(package: str, enables: str) -> Finding:

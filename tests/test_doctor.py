@@ -21,7 +21,7 @@ def test_every_finding_says_what_is_there_and_what_for():
     assert torch.__version__ in names["torch"].found
     for name in ("transformers", "C++ compiler", "threads", "transparent huge pages", "CUDA devices"):
         assert name in names
-    for name in ("torch_npu", "CANN toolkit", "cann_ops_transformer", "dot"):
+    for name in ("torch_npu", "CANN toolkit", "cann_ops_transformer", "aclnnMegaMoe", "dot"):
         assert name in names
     assert {f"target {name}" for name in targets.names()} <= set(names)
     assert names["target reference"].ok
