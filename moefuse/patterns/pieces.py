@@ -217,7 +217,7 @@ def masked_select(lift: Lifting, node: Node) -> Outcome:
         raise Conflict("taken by a mask of choices, but neither routing weights nor tokens")
     topk, _ = topk_of(chosen.ids.node)
     assert topk is not None
-    return Fact(taken, ((Perm(topk, over, chosen.ids),),))
+    return Fact(taken, ((Perm(topk, over, chosen.ids),) if over else (),))
 
 
 def _at_choice(expr: Expr, chosen: Dense) -> Expr | None:

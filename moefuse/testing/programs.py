@@ -125,7 +125,7 @@ class Program:
         """True when moefuse must find this layer."""
         if self.trap or self.sizes.experts == 1:
             return False  # one expert is a plain feed-forward network: no routing is left in its graph
-        if self.dispatch == "pieces" and self.sizes.tokens * self.sizes.top_k == 1:
+        if self.dispatch in ("pieces", "map_pieces") and self.sizes.tokens * self.sizes.top_k == 1:
             return False  # a single slot has no order that could be cut
         if self.dispatch == "where":
             return self.combine != "write_back" or not self.router.startswith("given")
