@@ -8,6 +8,7 @@ import torch
 from torch.fx import Node
 
 from moefuse.graph import sizes
+from moefuse.graph.sizes import Size
 from moefuse.patterns.facts import (
     At,
     Axis,
@@ -19,17 +20,19 @@ from moefuse.patterns.facts import (
     Group,
     Leaf,
     OneHot,
+    Op,
     Perm,
     Pos,
     Sum,
     group_axes,
     group_size,
 )
-from moefuse.patterns.init_routing import describe_index
+from moefuse.patterns.init_routing import describe_index, take_by
 from moefuse.patterns.loops import add_case, constant, pick_of, write_back
 from moefuse.patterns.router import EXACT, count_of, distinct, topk_of, vanishes, walk
 from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
-from moefuse.patterns.unify import Unifier, bind
+from moefuse.patterns.structure import regroup
+from moefuse.patterns.unify import Unifier, bind, bind_group
 
 
 @rule("aten::sum")
@@ -247,3 +250,85 @@ def no_sum(lift: Lifting, node: Node) -> Outcome:
     if scored_experts(lift, fact.expr, axes).hard:
         raise Conflict(f"expert rows are reduced by {op_name(node).removeprefix('aten::')}, not by a sum")
     return None
+
+
+# --- Ascend's operators ----------------------------------------------------------------------------------
+
+
+@rule("npu::npu_moe_finalize_routing")
+def npu_finalize_routing(lift: Lifting, node: Node) -> Outcome:
+    """skip1 + skip2 + sum over k of scales * (row + bias of its expert); rows by a k-major or token-major index."""
+    rows = lift.fact(argument(node, 0))
+    if not rows.expr.hard:
+        return None
+    mode = argument(node, 7, "drop_pad_mode", 0)
+    if mode not in (0, 2):
+        raise Conflict(f"the finalize routing leaves slots out (drop_pad_mode={mode})")
+    skips = [argument(node, position) for position in (1, 2) if argument(node, position) is not None]
+    if len(skips) > 1:
+        raise Conflict("the finalize routing adds two tensors to the layer's output")
+    scales = argument(node, 4)
+    k = argument(node, 8, "k", 1) if scales is None else value(scales).shape[1]
+    tokens = value(node).shape[0]
+    slots = _slot_rows(lift, node, rows, argument(node, 5), [k, tokens] if mode == 0 else [tokens, k])
+    if mode == 0:
+        slots = Fact(slots.expr, (slots.dims[1], slots.dims[0], slots.dims[2]))
+    if (bias := argument(node, 3)) is not None:
+        slots = _with_bias(lift, slots, bias, argument(node, 6))
+    return _weighted_sum(lift, node, slots, scales, skips[0] if skips else None)
+
+
+@rule("npu::npu_moe_token_unpermute")
+def npu_token_unpermute(lift: Lifting, node: Node) -> Outcome:
+    """The sum over k of probs * row, by a token-major index; without probs each slot's row by itself."""
+    rows = lift.fact(argument(node, 0))
+    if not rows.expr.hard:
+        return None
+    if argument(node, 3, "padded_mode", False):
+        raise Conflict("the token unpermutation takes rows of padded experts")
+    probs = argument(node, 2, "probs")
+    if probs is None:
+        slots = value(node).shape[0]
+        one = _slot_rows(lift, node, rows, argument(node, 1), [slots, 1])
+        return Fact(one.expr, (one.dims[0], one.dims[2]))
+    slots = _slot_rows(lift, node, rows, argument(node, 1), list(value(probs).shape))
+    return _weighted_sum(lift, node, slots, probs, None)
+
+
+def _slot_rows(lift: Lifting, node: Node, rows: Fact, index: Node, shape: list[Size]) -> Fact:
+    """Expert rows taken back into slot order, their first dimension as the two of `shape`."""
+    by = lift.fact(index)
+    if not isinstance(by.expr, Pos) or len(by.dims) != 1 or len(rows.dims) != 2:
+        raise Conflict(f"expert rows are taken by {describe_index(index, by.expr)}", index)
+    taken = take_by(rows, 0, by)
+    dims, binding = regroup(taken.dims, [*shape, value(argument(node, 0)).shape[1]])
+    return Fact(bind(taken.expr, binding), tuple(bind_group(group, binding) for group in dims))
+
+
+def _with_bias(lift: Lifting, slots: Fact, bias_node: Node, ids_node: Node) -> Fact:
+    """row + bias[id] for [T, K, H] rows."""
+    bias, ids = lift.fact(bias_node), lift.fact(ids_node)
+    (expert,) = bias.dims[0] if len(bias.dims) == 2 and len(bias.dims[0]) == 1 else (None,)
+    if not isinstance(expert, Axis) or not isinstance(bias.expr, Leaf) or not isinstance(ids.expr, Leaf):
+        raise Conflict(
+            "the bias of the finalize routing is not [experts, features] by a tensor of ids", bias_node
+        )
+    unifier = Unifier()
+    for have, want in zip(slots.dims, (*ids.dims, bias.dims[1]), strict=True):
+        unifier.unify(have, want)
+    selected = bind(bias.expr, {expert: (At(unifier.expr(ids.expr), expert.size),)})
+    expr = Op(torch.ops.aten.add.Tensor, (unifier.expr(slots.expr), unifier.expr(selected)))
+    return Fact(expr, tuple(unifier.resolve(group) for group in slots.dims))
+
+
+def _weighted_sum(lift: Lifting, node: Node, slots: Fact, scales: Node | None, base: Node | None) -> Fact:
+    """The sum over K of [T, K, H] rows, each times its scale."""
+    unifier = Unifier()
+    expr, dims = slots.expr, slots.dims
+    if scales is not None:
+        weight = lift.fact(scales)
+        for have, want in zip(dims[:2], weight.dims, strict=True):
+            unifier.unify(have, want)
+        expr = Op(torch.ops.aten.mul.Tensor, (unifier.expr(expr), unifier.expr(weight.expr)), (), node)
+    token, slot, features = (unifier.resolve(group) for group in dims)
+    return Fact(Sum(expr, _summable(Fact(expr, dims), slot), node, base), (token, features))

@@ -4,6 +4,9 @@ Grouped (rows in sorted order and the ends of each expert's rows), batched with 
 over the experts. Which weight dimension is contracted, and so the layout, falls out of the axes.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch.fx import Node
 
@@ -12,6 +15,7 @@ from moefuse.patterns.facts import (
     At,
     Axis,
     Conflict,
+    Count,
     Dense,
     Dims,
     Dot,
@@ -28,7 +32,8 @@ from moefuse.patterns.facts import (
 )
 from moefuse.patterns.finalize_routing import summed
 from moefuse.patterns.router import broadcast, expert_weight, strip_casts, walk
-from moefuse.patterns.rules import Lifting, Outcome, argument, rule
+from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
+from moefuse.patterns.structure import cut
 from moefuse.patterns.unify import Unifier, bind
 
 
@@ -44,13 +49,18 @@ def grouped_mm(lift: Lifting, node: Node) -> Outcome:
         raise Conflict("a grouped GEMM with a bias argument")
     if not isinstance(offsets.expr, Offs) or offsets.dims != (offsets.expr.at,):
         raise Conflict("the row offsets of the grouped GEMM are not the running counts of the ids")
+    return _grouped(node, rows, argument(node, 0), weight, offsets.expr)
+
+
+def _grouped(node: Node, rows: Fact, rows_node: Node, weight: Fact, groups: Offs | Count) -> Fact:
+    """Each expert's rows times its weight, for rows in the order of the ids that `groups` counts."""
     if len(rows.dims) != 2 or len(weight.dims) != 3 or not isinstance(weight.expr, Leaf):
         raise Conflict("a grouped GEMM whose operands are not [rows, K] and [experts, K, N]")
-    group, key = _row_order(rows, offsets.expr, node)
+    group, key = _row_order(rows, groups.ids, rows_node)
     (expert,) = weight.dims[0] if len(weight.dims[0]) == 1 else (None,)
-    if not isinstance(expert, Axis) or not sizes.same(expert.size, group_size(offsets.expr.at)):
+    if not isinstance(expert, Axis) or not sizes.same(expert.size, group_size(groups.at)):
         raise Conflict(
-            f"offsets for {group_size(offsets.expr.at)} experts, weights for {group_size(weight.dims[0])}"
+            f"offsets for {group_size(groups.at)} experts, weights for {group_size(weight.dims[0])}"
         )
     unifier = Unifier()
     over = _plain_axes(unifier.unify(rows.dims[1], weight.dims[1]))
@@ -59,20 +69,18 @@ def grouped_mm(lift: Lifting, node: Node) -> Outcome:
     return Fact(expr, (group, unifier.resolve(weight.dims[2])))
 
 
-def _row_order(rows: Fact, offsets: Offs, node: Node) -> tuple[Group, Expr]:
-    """The row group and the id of each row; Conflict unless rows lie in the order that the offsets describe."""
+def _row_order(rows: Fact, ids: Leaf, rows_node: Node) -> tuple[Group, Expr]:
+    """The row group and the id of each row; Conflict unless rows lie in the order of the ids that are counted."""
     group = rows.dims[0]
-    if not group and not offsets.ids.axes:
-        return group, offsets.ids  # a single slot is in any order
+    if not group and not ids.axes:
+        return group, ids  # a single slot is in any order
     if len(group) != 1 or not isinstance(group[0], Perm):
-        raise Conflict(
-            "the rows of the grouped GEMM are not in the order of a sort by expert", argument(node, 0)
-        )
+        raise Conflict("the rows of the grouped GEMM are not in the order of a sort by expert", rows_node)
     order = group[0]
-    if not isinstance(order.key, Leaf) or order.key.node is not offsets.ids.node:
+    if not isinstance(order.key, Leaf) or order.key.node is not ids.node:
         raise Conflict(
             f"rows are sorted by `{getattr(order.key, 'node', order.key)}`, "
-            f"offsets count `{offsets.ids.node}`: not the same ids"
+            f"offsets count `{ids.node}`: not the same ids"
         )
     return group, order.key
 
@@ -165,3 +173,97 @@ def _is_expert(weight: Expr, rows: Expr, over: tuple[Axis, ...]) -> bool:
         if experts and experts <= leaf.axes - set(over) and score.ids.axes.isdisjoint(leaf.axes):
             return True
     return False
+
+
+# --- Ascend's operators ----------------------------------------------------------------------------------
+
+_PLAIN_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "group_type": (0,),
+    "split_item": (2, 3),
+    "act_type": (0, None),
+}
+_PLAIN_TENSORS = (
+    *("scale", "offset", "antiquant_scale", "antiquant_offset", "per_token_scale"),
+    *("activation_input", "activation_quant_scale", "activation_quant_offset"),
+    *("x_dtype", "weight_dtype", "scale_dtype", "per_token_scale_dtype"),
+)
+
+
+@rule("npu::npu_grouped_matmul")
+def npu_grouped_matmul(lift: Lifting, node: Node) -> Outcome:
+    """[x[0] times each expert's weight]; group_list holds running counts (group_list_type 0) or counts (1)."""
+    (x, *more), weights = argument(node, 0), argument(node, 1)
+    options: dict[str, Any] = dict(node.kwargs)
+    for name in _PLAIN_TENSORS:
+        if options.get(name) is not None:
+            raise Conflict(f"a grouped GEMM with {name}: only plain products are understood")
+    for name, allowed in _PLAIN_OPTIONS.items():
+        if options.get(name, 0) not in allowed:
+            raise Conflict(f"a grouped GEMM with {name}={options.get(name)}")
+    if more or not isinstance(options.get("group_list"), Node):
+        raise Conflict("a grouped GEMM of several inputs, or without a tensor of group sizes")
+    (result,) = value(node)
+    if result.dtype != value(x).dtype:
+        raise Conflict(f"a grouped GEMM of {value(x).dtype} rows into {result.dtype}")
+    groups = lift.fact(options["group_list"])
+    wanted, words = (Count, "counts") if options.get("group_list_type", 0) == 1 else (Offs, "running counts")
+    if not isinstance(groups.expr, wanted) or groups.dims != (groups.expr.at,):
+        raise Conflict(
+            f"the group list of the grouped GEMM is not the {words} of the ids", options["group_list"]
+        )
+    rows, weight = lift.fact(x), lift.fact(_stacked(weights))
+    product = _grouped(node, rows, x, weight, groups.expr)
+    biases = options.get("bias")
+    return (product if not biases else _biased(node, product, lift.fact(_stacked(biases))),)
+
+
+def _stacked(tensors: Sequence[Node]) -> Node:
+    """The tensor that holds all experts: the one of the list, or the one that the list is unbound from."""
+    if len(tensors) == 1:
+        return tensors[0]
+    whole = argument(tensors[0], 0) if op_name(tensors[0]) == "getitem" else None
+    if not isinstance(whole, Node) or op_name(whole) != "aten::unbind" or argument(whole, 1, "dim", 0) != 0:
+        raise Conflict("a grouped GEMM with a tensor per expert that aren't one stacked tensor's", tensors[0])
+    if len(tensors) != len(value(whole)) or any(
+        op_name(tensor) != "getitem" or tensor.args != (whole, expert)
+        for expert, tensor in enumerate(tensors)
+    ):
+        raise Conflict("a grouped GEMM with the tensors of some experts, or in another order", tensors[0])
+    stacked = argument(whole, 0)
+    assert isinstance(stacked, Node)
+    return stacked
+
+
+def _biased(node: Node, product: Fact, bias: Fact) -> Fact:
+    """product + bias[expert]: the bias is selected by the same ids as the weight."""
+    assert isinstance(product.expr, Dot)
+    assert isinstance(product.expr.b, Leaf)
+    (selector,) = product.expr.b.selectors
+    (expert,) = bias.dims[0] if len(bias.dims) == 2 and len(bias.dims[0]) == 1 else (None,)
+    if (
+        not isinstance(bias.expr, Leaf)
+        or not isinstance(expert, Axis)
+        or not sizes.same(expert.size, selector.size)
+    ):
+        raise Conflict("the bias of a grouped GEMM is not [experts, N]")
+    unifier = Unifier()
+    features = unifier.unify(product.dims[1], bias.dims[1])
+    selected = unifier.expr(bind(bias.expr, {expert: (selector,)}))
+    expr = Op(torch.ops.aten.add.Tensor, (unifier.expr(product.expr), selected), (), node)
+    return Fact(expr, (product.dims[0], features))
+
+
+@rule("npu::npu_swiglu")
+def npu_swiglu(lift: Lifting, node: Node) -> Outcome:
+    """silu(first half) * second half of a dimension."""
+    rows = lift.fact(argument(node, 0))
+    if not rows.expr.hard:
+        return None
+    dim = int(argument(node, 1, "dim", -1)) % len(rows.dims)
+    half = value(node).shape[dim]
+    gate, up = cut(rows, dim, 0, half), cut(rows, dim, half, half)
+    unifier = Unifier()
+    dims: Dims = tuple(unifier.unify(a, b) for a, b in zip(gate.dims, up.dims, strict=True))
+    silu = Op(torch.ops.aten.silu.default, (unifier.expr(gate.expr),))
+    expr = Op(torch.ops.aten.mul.Tensor, (silu, unifier.expr(up.expr)), (), node)
+    return Fact(expr, tuple(unifier.resolve(group) for group in dims))

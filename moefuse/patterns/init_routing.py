@@ -1,14 +1,33 @@
 """Init routing: how slots get into expert order, and how token rows follow them.
 
-sort of the ids, its permutation and the inverse, `slot // K` = token, gathers by any of them.
+sort of the ids, its permutation and the inverse, `slot // K` = token, gathers by any of them. Ascend's operators
+do all of it at once.
 """
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from moefuse.graph import sizes
-from moefuse.patterns.facts import At, Axis, Conflict, Dims, Expr, Fact, Leaf, Perm, Pos, group_size
-from moefuse.patterns.router import has_perm, pointwise, topk_of
+from moefuse.graph.sizes import Size
+from moefuse.patterns.facts import (
+    At,
+    Axis,
+    Conflict,
+    Count,
+    Dims,
+    Expr,
+    Fact,
+    Group,
+    Leaf,
+    Offs,
+    Perm,
+    Pos,
+    group_size,
+)
+from moefuse.patterns.router import chosen_from, covers, has_perm, pointwise, topk_of
 from moefuse.patterns.rules import Lifting, Outcome, argument, is_float, op_name, rule, value
 from moefuse.patterns.structure import regroup
 from moefuse.patterns.unify import Unifier, bind, bind_fact, bind_group
@@ -103,7 +122,7 @@ def gather(lift: Lifting, node: Node) -> Outcome:
     for d, (a, b) in enumerate(zip(source.dims, by.dims, strict=True)):
         if d != dim and (bind_axes(b) & by.expr.axes or not sizes.same(group_size(a), group_size(b))):
             return None
-    return _take(source, dim, Fact(by.expr, (by.dims[dim],)))
+    return take_by(source, dim, Fact(by.expr, (by.dims[dim],)))
 
 
 def bind_axes(group: tuple[object, ...]) -> set[Axis]:
@@ -115,7 +134,7 @@ def take(lift: Lifting, node: Node, source: Fact, dim: int, by_node: Node) -> Ou
     """source[..., by, ...]: substitution of the row axis by what the index means."""
     by = lift.fact(by_node)
     if isinstance(by.expr, Pos):
-        return _take(source, dim, by)
+        return take_by(source, dim, by)
     if source.expr.hard or source.sorted:
         raise Conflict(f"rows in sorted order are taken by {describe_index(by_node, by.expr)}", by_node)
     group = source.dims[dim]
@@ -149,7 +168,7 @@ def _take_several(lift: Lifting, source: Fact, places: list[tuple[int, Node]]) -
     return Fact(unifier.expr(source.expr), tuple(unifier.resolve(group) for group in dims))
 
 
-def _take(source: Fact, dim: int, by: Fact) -> Fact:
+def take_by(source: Fact, dim: int, by: Fact) -> Fact:
     """Index a dimension by positions: both groups must be the same axes, sorted order only by identity."""
     assert isinstance(by.expr, Pos)
     have, want = source.dims[dim], by.expr.group
@@ -172,3 +191,157 @@ def describe_index(node: Node, expr: Expr) -> str:
     if topk is not None:  # its indices pick rows, so it chose among tokens
         return f"`{leaf.name}`, a top-k over tokens (expert-choice routing)"
     return f"`{node.name}`, which is not the inverse of the sort"
+
+
+# --- Ascend's operators ----------------------------------------------------------------------------------
+
+ROUTING_V2 = "npu::npu_moe_init_routing_v2"
+
+
+@rule("npu::npu_moe_init_routing")
+def npu_init_routing(lift: Lifting, node: Node) -> Outcome:
+    """(rows in expert order, the position of each row id, the sorted ids); row ids number the slots k-major.
+
+    Row r is that of token r % T: right for the slot only if its row id is k * T + t.
+    """
+    dispatch = _dispatch(lift, node, argument(node, 0), argument(node, 2))
+    if dispatch is None:
+        return None
+    row_idx = lift.fact(argument(node, 1))
+    if not isinstance(row_idx.expr, Pos) or len(row_idx.dims) != 2:
+        raise Conflict("the row ids of the init routing are not the numbers of the slots", argument(node, 1))
+    unifier = Unifier()
+    for have, want in zip(row_idx.dims, dispatch.ids.dims, strict=True):
+        unifier.unify(want, have)
+    token, slot = (unifier.resolve(group) for group in dispatch.ids.dims)
+    if unifier.resolve(row_idx.expr.group) != (*slot, *token):
+        raise Conflict(
+            "the row ids of the init routing don't number the slots k-major (slot k of token t is k * T + t)",
+            argument(node, 1),
+        )
+    _demand_all(argument(node, 3), value(argument(node, 0)).shape[0], "tokens")
+    rows, sorted_ids = (
+        Fact(unifier.expr(fact.expr), tuple(unifier.resolve(group) for group in fact.dims))
+        for fact in (dispatch.rows, dispatch.sorted_ids)
+    )
+    return rows, Fact(Pos(sorted_ids.dims[0]), ((*slot, *token),)), sorted_ids
+
+
+@rule(ROUTING_V2)
+def npu_init_routing_v2(lift: Lifting, node: Node) -> Outcome:
+    """(rows in expert order, row of each slot or slot of each row, tokens per expert, scales of the rows)."""
+    dispatch = _dispatch(lift, node, argument(node, 0), argument(node, 1))
+    if dispatch is None:
+        return None
+    options = {name: node.kwargs.get(name, default) for name, default in _ROUTING_DEFAULTS.items()}
+    if options["drop_pad_mode"] != 0:
+        raise Conflict("the init routing drops slots beyond each expert's capacity")
+    if options["quant_mode"] != -1 or options["x_dtype"] is not None:
+        raise Conflict(f"the init routing quantises the token rows (quant_mode={options['quant_mode']})")
+    experts = options["expert_num"]
+    if (tuple(options["active_expert_range"]) or (0, experts)) != (0, experts) or experts < 1:
+        raise Conflict(
+            f"the init routing takes only the experts {options['active_expert_range']} of {experts}"
+        )
+    if options["active_num"] > 0:
+        _demand_all(options["active_num"], group_size(dispatch.slots), "slots")
+    order = dispatch.sorted_ids.dims[0]
+    row_idx = Fact(Pos(order), (dispatch.slots,))
+    if options["row_idx_type"] == 1:
+        row_idx = Fact(Pos(dispatch.slots), (order,))
+    counts = None
+    if options["expert_tokens_num_flag"] and options["expert_tokens_num_type"] in (0, 1):
+        at: Group = () if experts == 1 else (Axis(experts),)
+        kind = Offs if options["expert_tokens_num_type"] == 0 else Count
+        counts = Fact(kind(dispatch.leaf, at), (at,))
+    return dispatch.rows, row_idx, counts, None
+
+
+_ROUTING_DEFAULTS: dict[str, Any] = {
+    "active_num": -1,
+    "expert_num": -1,
+    "drop_pad_mode": 0,
+    "expert_tokens_num_type": 0,
+    "expert_tokens_num_flag": False,
+    "quant_mode": -1,
+    "active_expert_range": (),
+    "row_idx_type": 0,
+    "x_dtype": None,
+}
+
+
+@rule("npu::npu_moe_token_permute")
+def npu_token_permute(lift: Lifting, node: Node) -> Outcome:
+    """(rows in expert order, the row of each slot)."""
+    dispatch = _dispatch(lift, node, argument(node, 0), argument(node, 1))
+    if dispatch is None:
+        return None
+    if argument(node, 3, "padded_mode", False):
+        raise Conflict("the token permutation pads each expert's rows")
+    if (kept := argument(node, 2, "num_out_tokens") or 0) != 0:
+        _demand_all(kept, group_size(dispatch.slots), "slots")
+    return dispatch.rows, Fact(Pos(dispatch.sorted_ids.dims[0]), (dispatch.slots,))
+
+
+@rule("npu::npu_moe_compute_expert_tokens")
+def npu_compute_expert_tokens(lift: Lifting, node: Node) -> Outcome:
+    """How many sorted ids are at most e: where each expert's rows end."""
+    fact = lift.fact(argument(node, 0))
+    leaf, experts = covers(fact), argument(node, 1)
+    order = fact.dims[0] if len(fact.dims) == 1 else ()
+    if leaf is None or any(not isinstance(digit, Perm) or digit.key != fact.expr for digit in order):
+        return None  # the operator expects them sorted
+    at: Group = () if experts == 1 else (Axis(experts),)
+    return Fact(Offs(leaf, at), (at,))
+
+
+@rule("aten::abs")
+def absolute(lift: Lifting, node: Node) -> Outcome:
+    """|row index| is the row index where none is negative: of slots that no expert takes it is -1."""
+    fact = lift.fact(argument(node, 0))
+    if not isinstance(fact.expr, Pos):
+        return pointwise(lift, node)
+    for digit in fact.expr.group:
+        if not isinstance(digit, Perm) or op_name(digit.sort) != ROUTING_V2:
+            continue
+        chosen, experts = chosen_from(digit.key), value(digit.sort.kwargs["expert_num"])
+        if chosen is None or chosen > experts:
+            raise Conflict(
+                "the absolute value of row indices: a slot whose expert isn't one of the layer's has row -1 and "
+                "would read row 1"
+            )
+    return fact
+
+
+@dataclass(frozen=True)
+class _Dispatch:
+    """What a sort of the ids gives: token rows and ids in expert order; `ids` in slot order [T, K]."""
+
+    ids: Fact
+    leaf: Leaf
+    slots: Group
+    rows: Fact
+    sorted_ids: Fact
+
+
+def _dispatch(lift: Lifting, node: Node, x_node: Node, ids_node: Node) -> _Dispatch | None:
+    """Token rows sorted by the ids, if the ids are a plain tensor that is taken whole. Ids of one slot may be 1-D."""
+    x, ids = lift.fact(x_node), lift.fact(ids_node)
+    leaf = covers(ids)
+    if leaf is None or len(x.dims) != 2 or any(has_perm(group) for group in (*ids.dims, *x.dims)):
+        return None
+    unifier = Unifier()
+    unifier.unify(ids.dims[0], x.dims[0])
+    dims: Dims = tuple(unifier.resolve(group) for group in ids.dims)
+    ids = Fact(unifier.expr(ids.expr), (*dims, ()) if len(dims) == 1 else dims)
+    assert isinstance(ids.expr, Leaf)
+    slots = (*ids.dims[0], *ids.dims[1])
+    order: Group = (Perm(node, slots, ids.expr),) if slots else ()
+    rows = Fact(unifier.expr(x.expr), (order, unifier.resolve(x.dims[1])))
+    return _Dispatch(ids, leaf, slots, rows, Fact(ids.expr, (order,)))
+
+
+def _demand_all(kept: int, size: Size, what: str) -> None:
+    """Demand that a limit on rows leaves none out."""
+    if not isinstance(size, int) or kept < size:
+        raise Conflict(f"only the rows of the first {kept} of {size} {what} are kept")

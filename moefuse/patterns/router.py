@@ -397,6 +397,10 @@ def distinct(expr: Expr, slots: tuple[Axis, ...]) -> bool:
     return topk is not None and expr.index[dim] == slots
 
 
+GATES = ("npu::npu_moe_gating_top_k_softmax", "npu::npu_moe_gating_top_k")
+"""Fused gates: a top-k over the last dimension of their first operand, ids in their second output."""
+
+
 def topk_of(node: Node) -> tuple[Node | None, int]:
     """The top-k whose indices `node` is, and the dimension it chose along; (None, 0) otherwise."""
     if (
@@ -406,6 +410,11 @@ def topk_of(node: Node) -> tuple[Node | None, int]:
     ):
         return None, 0
     source = argument(node, 0)
+    if isinstance(source, Node) and op_name(source) in GATES:
+        # A finished row gets the id E, a table of ids holds any.
+        other = "finished" if op_name(source) == GATES[0] else "input_ids"
+        plain = argument(source, 1 if other == "finished" else 9, other) is None
+        return (source, value(node).dim() - 1) if plain else (None, 0)
     if not isinstance(source, Node) or source.target is not torch.ops.aten.topk.default:
         return None, 0
     return source, int(argument(source, 2, "dim", -1)) % value(node).dim()
@@ -455,3 +464,14 @@ def vanishes(expr: Expr, dense: Dense) -> bool:
 def has_perm(group: Group) -> bool:
     """True when the group runs in sorted order."""
     return any(isinstance(digit, Perm) for digit in group)
+
+
+@rule("npu::npu_moe_gating_top_k_softmax")
+def gating_top_k_softmax(lift: Lifting, node: Node) -> Outcome:
+    """Weights and ids are opaque; the third output numbers the slots k-major: slot j of token t is j * T + t."""
+    sizes_of = value(argument(node, 0)).shape[:-1]
+    tokens: Dims = tuple(() if sizes.is_one(size) else (Axis(size),) for size in sizes_of)
+    k = argument(node, 2, "k", 1)
+    slot: Group = () if k == 1 else (Axis(k),)
+    row_idx = Fact(Pos((*slot, *(digit for group in tokens for digit in group))), (*tokens, slot))
+    return None, None, row_idx
