@@ -37,6 +37,7 @@ ROUTING = (
     "argmax",
     "nonzero",
     "grouped_mm",
+    "grouped_matmul",
     "bincount",
     "scatter",
     "one_hot",
