@@ -4,17 +4,20 @@ In: a model and its inputs, or a graph. Out: a `Report`, or a rewritten graph wi
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
+from moefuse.frontend.breaks import breaks_noted, condition_of
+from moefuse.frontend.lifter import refusals
 from moefuse.graph.capture import capture
-from moefuse.onegraph import own_frame
+from moefuse.onegraph import REFUSED, FrontEnd
 from moefuse.options import Options
 from moefuse.passes import pipeline
-from moefuse.report.model import GraphReport, Report
+from moefuse.report.journal import JOURNAL
+from moefuse.report.model import GraphReport, LayerReport, Report
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,10 @@ class Fused:
 def explain(
     model: Callable[..., Any], *args: Any, moefuse_options: Mapping[str, Any] | None = None, **kwargs: Any
 ) -> Report:
-    """Tell what the backend would do to a model, layer by layer, with reasons.
+    """Tell what `moefuse.compile` would do to a model, layer by layer, with reasons.
+
+    A graph whose layers torch.compile alone can't get at has a note that says so, and each place at which the graph
+    breaks has one.
 
     model is run once on the given inputs (also on the meta device), captured graph by captured graph, in eager
     mode: nothing is compiled, the model isn't changed beyond what one run of it does. moefuse_options: the options
@@ -40,7 +46,11 @@ def explain(
     graphs: list[GraphReport] = []
 
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        compiled = compile_graph(gm, example_inputs, options, {})
+        condition = condition_of(gm.graph)
+        with refusals():
+            compiled = compile_graph(gm, example_inputs, options, {})
+        if condition and compiled.report.fused and not compiled.report.note:
+            compiled = replace(compiled, report=replace(compiled.report, note=condition))
         position = len(graphs)
         graphs.append(compiled.report)
 
@@ -51,7 +61,14 @@ def explain(
 
         return run
 
-    torch.compile(own_frame(model), backend=backend)(*args, **kwargs)
+    def tell(refused: tuple[LayerReport, ...]) -> None:
+        graphs.append(GraphReport(JOURNAL.next_index(), refused, note=REFUSED))
+
+    front_end = FrontEnd(model, lambda frame: torch.compile(frame, backend=backend), options, tell)
+    with breaks_noted() as breaks:
+        front_end(*args, **kwargs)
+    if breaks:
+        graphs.append(GraphReport(JOURNAL.next_index(), (), note="\n".join(breaks)))
     report = Report(tuple(graphs))
     if options.dump:
         from moefuse.graph.dump import write_report

@@ -18,14 +18,17 @@ from typing import Any
 
 import torch
 from torch._guards import CompileContext
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
+from moefuse.frontend.lifter import hooked, refusals
 from moefuse.graph.capture import CaptureError, capture, is_control_flow
 from moefuse.inner import compile_inner
+from moefuse.ops import loop_markers
 from moefuse.options import OptionError, Options
 from moefuse.passes import pipeline
 from moefuse.passes.pipeline import FuseResult, RejectedError
 from moefuse.passes.verify import Checker, VerifyError, tolerance
+from moefuse.patterns.markers import UnprovedError
 from moefuse.report.journal import JOURNAL
 from moefuse.report.model import GraphReport, LayerReport
 
@@ -61,7 +64,8 @@ def moefuse(
     """
     parsed = Options.parse(options)
     inductor_options = _inductor_options(mode, parsed)
-    compiled = compile_graph(gm, example_inputs, parsed, inductor_options)
+    with refusals():
+        compiled = compile_graph(gm, example_inputs, parsed, inductor_options)
     JOURNAL.record(compiled.report, CompileContext.current_compile_id())
     return compiled.run if compiled.checker is None else _verified(compiled, gm, parsed.mode)
 
@@ -140,14 +144,24 @@ def _unfused(site: LayerReport, wrong: Sequence[str]) -> LayerReport:
 def compile_graph(
     gm: GraphModule, example_inputs: Sequence[Any], options: Options, inductor_options: Mapping[str, Any]
 ) -> Compiled:
-    """The compiled callable, and what happened. See the module text."""
+    """The compiled callable, and what happened. See the module text.
+
+    Raises UnprovedError where the graph holds a loop that the front end has rewritten, and that isn't proved or isn't
+    fused: such a graph must not run. From a graph that may run, the front end's markers are removed.
+    """
     index = JOURNAL.next_index()
     nodes = len(gm.graph.nodes)
+    loops = [number for graph in _graphs(gm) for number in loop_markers.marked(graph)]
 
     def plain(report: GraphReport) -> Compiled:
+        if loops:
+            reason = report.note or (report.error.splitlines() or ["nothing is fused"])[-1]
+            raise UnprovedError(dict.fromkeys(loops, reason))
         run = compile_inner(gm, example_inputs, options.inner, inductor_options=inductor_options)
         return Compiled(run, report)
 
+    if stale := {number: reason for number in loops if (reason := hooked(number))}:
+        raise UnprovedError(stale)
     if options.mode == "off":
         return plain(GraphReport(index, (), nodes, nodes, note="mode='off': nothing is fused"))
     if not worth_a_look(gm):
@@ -155,13 +169,17 @@ def compile_graph(
     try:
         result, seconds = _fuse(gm, example_inputs, options, index)
     except Exception as error:
-        if isinstance(error, RejectedError) or is_control_flow(error) or options.mode == "on":
+        if isinstance(error, RejectedError | UnprovedError) or is_control_flow(error) or options.mode == "on":
             raise
         return plain(_failed(index, nodes, error))
     note = _unused_excludes(options, result)
     report = GraphReport(
         index, tuple(result.layers), result.nodes_before, result.nodes_after, seconds, note=note
     )
+    for graph in _graphs(gm):
+        loop_markers.strip(graph)
+    gm.recompile()
+    loops.clear()
     if not result.calls:
         return plain(report)
     try:
@@ -185,14 +203,13 @@ def compile_graph(
     return Compiled(run, report, result.checker)
 
 
+def _graphs(gm: GraphModule) -> list[Graph]:
+    return [module.graph for module in gm.modules() if isinstance(module, GraphModule)]
+
+
 def worth_a_look(gm: GraphModule) -> bool:
     """False for a graph in which nothing routes: the functional trace is saved."""
-    return any(
-        _routes(node)
-        for module in gm.modules()
-        if isinstance(module, GraphModule)
-        for node in module.graph.nodes
-    )
+    return any(_routes(node) for graph in _graphs(gm) for node in graph.nodes)
 
 
 def _routes(node: Node) -> bool:

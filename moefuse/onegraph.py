@@ -2,12 +2,15 @@
 
 In: a model and the backend's options. Out: the compiled model. A backend sees only what Dynamo hands over, and
 Dynamo breaks the graph at a loop over experts before that. Around each call this module
-- lets Dynamo capture data-dependent sizes (`torch.where(ids == e)`, `nonzero`, `bincount`), and
-- switches transformers models from their Python loop ("eager") to the equivalent grouped GEMMs, and back after the
-  call, so that the model object stays as the user made it.
+- lets Dynamo capture data-dependent sizes (`torch.where(ids == e)`, `nonzero`, `bincount`),
+- switches transformers models from their Python loop ("eager") to the equivalent grouped GEMMs, and
+- puts rewritten code in the place of other loops that branch on data (`moefuse.frontend`),
+and undoes both after the call, so that the model object stays as the user made it.
 """
 
+import copy
 import threading
+import traceback
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from moefuse.frontend.lifter import OWN_FRAME, Loops
+from moefuse.ops.loop_markers import NO_BOUND
 from moefuse.options import Options
+from moefuse.passes.pipeline import RejectedError
+from moefuse.patterns.markers import UnprovedError
+from moefuse.report.journal import JOURNAL
+from moefuse.report.model import GraphReport, LayerReport
 
 LOOP, GROUPED = "eager", "grouped_mm"
 """transformers' names of the loop over experts and of its equivalent in one graph."""
@@ -32,22 +41,108 @@ def compile(
     model: a module or a function. fullgraph, dynamic: as for torch.compile. options: as for the backend; raises
     OptionError at once for unknown names and impossible values.
     """
-    Options.parse(options)
+    parsed = Options.parse(options)
     arguments: dict[str, Any] = {"backend": "moefuse", "fullgraph": fullgraph, "dynamic": dynamic}
     arguments["options"] = options or None
-    inner = torch.compile(own_frame(model), **arguments)
-    switch = _ExpertsSwitch(model)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with _data_dependent_capture(), switch.grouped():
-            return inner(*args, **kwargs)
-
+    run = FrontEnd(model, lambda frame: torch.compile(frame, **arguments), parsed, _to_journal, fullgraph)
     if not isinstance(model, nn.Module):
         return run
     compiled = torch.compile(model, **arguments)  # for its face: attributes and state of the model
     assert isinstance(compiled, nn.Module)
     compiled.forward = run
     return compiled
+
+
+def _to_journal(refused: tuple[LayerReport, ...]) -> None:
+    JOURNAL.record(GraphReport(JOURNAL.next_index(), refused, note=REFUSED), None)
+
+
+REFUSED = "loops over experts that stay as they are"
+
+
+class FrontEnd:
+    """What is done around each call of a model; calling it calls the model.
+
+    compile_frame: makes a compiled function of the model's frame. tell: is given the loops that stay as they are.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        compile_frame: Callable[[Callable[..., Any]], Callable[..., Any]],
+        options: Options,
+        tell: Callable[[tuple[LayerReport, ...]], None],
+        fullgraph: bool = False,
+    ) -> None:
+        self._model = model
+        self._compile_frame = compile_frame
+        self._options = options
+        self._fullgraph = fullgraph
+        self._capture = True
+        self._tell = tell
+        self._loops = Loops(model if options.mode != "off" else None)
+        self._switch = _ExpertsSwitch(model)
+        self._lock = threading.Lock()
+        self._compiled: tuple[tuple[int, bool], Callable[..., Any]] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs."""
+        while True:
+            version = self._version()
+            try:
+                with self._data_dependent_capture(), self._switch.grouped(), self._loops.in_place():
+                    self._tell_refused()
+                    return self._frame(version)(*args, **kwargs)
+            except Exception as error:
+                # Where nothing has run: once more, with less.
+                if version == self._version() and not self._give_up(error):
+                    raise
+                if not isinstance(getattr(error, "inner_exception", None), UnprovedError) and self._fullgraph:
+                    raise
+            finally:
+                self._tell_refused()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FrontEnd":
+        """The same around a copy of the model."""
+        model = copy.deepcopy(self._model, memo)
+        return FrontEnd(model, self._compile_frame, self._options, self._tell, self._fullgraph)
+
+    def _version(self) -> tuple[int, bool]:
+        return self._loops.version, self._capture
+
+    def _give_up(self, error: Exception) -> bool:
+        """Do without rewritten loops, then without data-dependent sizes, if it is they that can't be traced."""
+        if self._fullgraph or not _of_tracing(error) or _has_begun(error):
+            return False
+        reason = str(error).strip().split("\n", 1)[0]
+        if self._loops.refuse_all(f"tracing it failed: {reason}"):
+            return True
+        given_up, self._capture = self._capture, False
+        return given_up
+
+    def _data_dependent_capture(self) -> Any:
+        """Dynamo's flags for outputs whose size depends on the data, which are off by default."""
+        wanted = self._capture
+        return torch._dynamo.config.patch(
+            capture_dynamic_output_shape_ops=wanted, capture_scalar_outputs=wanted
+        )
+
+    def _frame(self, version: tuple[int, bool]) -> Callable[..., Any]:
+        """The compiled frame; a new one where rewritten code went back to its original."""
+        with self._lock:
+            if self._compiled is None or self._compiled[0] != version:
+                self._compiled = (version, self._compile_frame(own_frame(self._model)))
+            return self._compiled[1]
+
+    def _tell_refused(self) -> None:
+        refused = self._loops.take_refused()
+        if not refused:
+            return
+        self._tell(refused)
+        if self._options.mode == "on":
+            raise RejectedError(
+                "\n".join(f"  {site.layer or '(root)'}: {site.reason} [{site.source}]" for site in refused)
+            )
 
 
 def own_frame(model: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,15 +152,26 @@ def own_frame(model: Callable[..., Any]) -> Callable[..., Any]:
     its graph once would be skipped for ever, and the ninth model of a class would not be compiled.
     """
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def _moefuse_own_frame(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
-    return types.FunctionType(run.__code__.replace(), run.__globals__, closure=run.__closure__)
+    assert _moefuse_own_frame.__name__ == OWN_FRAME
+    code, cells = _moefuse_own_frame.__code__, _moefuse_own_frame.__closure__
+    return types.FunctionType(code.replace(), _moefuse_own_frame.__globals__, closure=cells)
 
 
-def _data_dependent_capture() -> Any:
-    """Dynamo's flags for outputs whose size depends on the data, which are off by default."""
-    return torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True)
+def _of_tracing(error: Exception) -> bool:
+    """True for an error that data-dependent sizes bring: without them Dynamo breaks the graph there."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    dependent = isinstance(error, GuardOnDataDependentSymNode | torch._dynamo.exc.UserError)
+    return dependent or NO_BOUND in str(error)
+
+
+def _has_begun(error: Exception) -> bool:
+    """True when a part of the model ran before the error: its frame is among those that the error came through."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(OWN_FRAME in frame.f_code.co_name for frame, _ in frames)
 
 
 class _ExpertsSwitch:

@@ -33,9 +33,12 @@ class Candidate:
     reason: str = ""
 
 
-def find(graph: Graph, parameters: frozenset[str]) -> list[Candidate]:
-    """All candidates of the graph, in graph order. parameters: names of the inputs that are parameters."""
-    lifted = lift(graph)
+def find(graph: Graph, parameters: frozenset[str], lifted: Lifted | None = None) -> list[Candidate]:
+    """All candidates of the graph, in graph order.
+
+    parameters: names of the inputs that are parameters. lifted: the graph's facts, where they are known already.
+    """
+    lifted = lifted or lift(graph)
     found = [Candidate(common_layer([*site.gemms, site.node]), site.node, site) for site in lifted.sites]
     taken = {gemm for site in lifted.sites for gemm in site.gemms}
     groups: dict[str, list[Node]] = {}

@@ -18,8 +18,11 @@ from moefuse.options import Options
 from moefuse.passes.canonicalize import canonicalize
 from moefuse.passes.fuse import escaping, fuse_site
 from moefuse.passes.lift import Candidate, find
+from moefuse.passes.unmark import clear, demand_fused, prove
 from moefuse.passes.verify import Checker, checker
+from moefuse.patterns.engine import lift
 from moefuse.patterns.facts import Conflict
+from moefuse.patterns.markers import collect
 from moefuse.report.model import LayerReport
 
 
@@ -45,7 +48,11 @@ class FuseResult:
 
 
 def run(gm: GraphModule, parameters: frozenset[str], options: Options, *, training: bool) -> FuseResult:
-    """Rewrite `gm` in place. Raises RejectedError in mode "on" when a found layer isn't fused."""
+    """Rewrite `gm` in place.
+
+    Raises RejectedError in mode "on" when a found layer isn't fused, UnprovedError where a rewritten loop
+    (`moefuse.frontend`) isn't proved to mean what was written, or isn't fused.
+    """
     import moefuse.ops.mega_moe  # noqa: F401  registers the operator
 
     graph = gm.graph
@@ -62,10 +69,13 @@ def _run(
     gm: GraphModule, parameters: frozenset[str], options: Options, training: bool, result: FuseResult
 ) -> None:
     graph = gm.graph
+    loops = collect(graph)
     with _timed(result.seconds, "canonicalize"):
         canonicalize(graph, training)
     with _timed(result.seconds, "lift"):
-        candidates = find(graph, parameters)
+        lifted = lift(graph)
+        candidates = find(graph, parameters, lifted)
+        proofs = prove(loops, lifted)
     with _timed(result.seconds, "fuse"):
         replaced: list[tuple[Node, Node]] = []
         # From the last to the first: what a later layer reads may be the very node that an earlier one replaces.
@@ -73,6 +83,9 @@ def _run(
             result.layers.insert(0, _treat(graph, candidate, options, training, result.calls, replaced))
         if options.mode == "on":
             _demand(result.layers)
+        if loops:
+            demand_fused(proofs, candidates, result.layers)
+            clear(graph, loops)
         if result.calls:
             if options.verify:
                 result.checker = checker(gm, replaced[::-1])

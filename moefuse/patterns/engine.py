@@ -13,7 +13,16 @@ import torch
 from torch.fx import Graph, Node
 
 from moefuse.graph import sizes
-from moefuse.patterns import finalize_routing, grouped_matmul, init_routing, loops, pieces, router, structure
+from moefuse.patterns import (
+    finalize_routing,
+    grouped_matmul,
+    init_routing,
+    loops,
+    markers,
+    pieces,
+    router,
+    structure,
+)
 from moefuse.patterns.facts import (
     Axis,
     Cases,
@@ -34,7 +43,7 @@ from moefuse.patterns.rules import READS_NO_ELEMENT, Outcome, argument, op_name,
 from moefuse.patterns.site import Site, assemble
 from moefuse.patterns.unify import Unifier, fresh
 
-COMPONENTS = (structure, router, init_routing, pieces, grouped_matmul, finalize_routing, loops)
+COMPONENTS = (structure, router, init_routing, pieces, grouped_matmul, finalize_routing, loops, markers)
 """The files whose import fills the rule book."""
 
 

@@ -23,9 +23,8 @@ _HEAD = ("layer", "fused", "target", "weights", "what it computes, or why it isn
 _NOTHING = (
     "No MoE layer was found.",
     "What to try:",
+    "  - moefuse.compile(model) instead of torch.compile: it gets loops over experts into one graph",
     "  - compile with fullgraph=True: it shows where the graph breaks, and a broken graph has no whole layer",
-    '  - transformers models: experts_implementation="grouped_mm"; the default loop over experts ("eager")',
-    "    can't be captured in one graph",
     "  - `moefuse explain module:factory` on the model alone, `moefuse dump` for the graph that was searched",
 )
 
@@ -89,11 +88,14 @@ def summary(report: Report) -> str:
     fused = f"{report.fused} of {layers} fused" if report.sites else "no MoE layer"
     failed = sum(bool(graph.error) for graph in report.graphs)
     trouble = f"; moefuse failed in {_count(failed, 'graph')}, see below" if failed else ""
-    return f"{fused} in {_count(len(report.graphs), 'graph')}{trouble}"
+    graphs = sum(graph.nodes_before > 0 or bool(graph.error) for graph in report.graphs)
+    return f"{fused} in {_count(graphs, 'graph')}{trouble}"
 
 
 def graph_line(graph: GraphReport) -> str:
     """`graph 0: 412 -> 398 nodes, lift 12 ms, fuse 3 ms`, then the note and the error's traceback, if any."""
+    if not graph.nodes_before and graph.note:  # not a graph: what was found before one was captured
+        return graph.note
     times = [f"{phase} {seconds * 1e3:.3g} ms" for phase, seconds in graph.seconds.items()]
     line = f"graph {graph.index}: " + ", ".join(
         [f"{graph.nodes_before} -> {graph.nodes_after} nodes", *times]
@@ -129,7 +131,8 @@ def _row(site: LayerReport) -> tuple[str, ...]:
     if not site.fused:
         check = f"{site.check}: " if site.check else ""
         place = f" ({site.source})" if site.source else ""
-        words += [f"{check}{site.reason}", f"at %{site.node}{place}"]
+        at = f"at %{site.node}{place}" if site.node else f"at {site.source}"
+        words += [f"{check}{site.reason}", at]
     weights = human_bytes(site.bytes) if site.bytes else "-"
     return (
         site.layer or "(root)",

@@ -1,0 +1,241 @@
+"""The loops of one model: which functions have them, and putting the rewritten ones in place around a call.
+
+In: a model. Out: `Loops`, a context manager for the call. The model is as its user made it before and after each call.
+A loop whose rewritten form isn't proved by the captured graph goes back to its original code, with a reason.
+"""
+
+import inspect
+import itertools
+import logging
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from moefuse.frontend.effects import demand_pure_module
+from moefuse.frontend.rewrite import rewrite
+from moefuse.frontend.search import Found
+from moefuse.frontend.source import RefusedError, Source
+from moefuse.patterns.markers import UnprovedError
+from moefuse.report.model import LayerReport
+
+log = logging.getLogger("moefuse")
+
+CHECK = "loop"
+"""The check that a refused loop failed, in reports."""
+
+ADVICE = "the loop runs as it is written, and breaks the graph here"
+
+
+@dataclass(frozen=True)
+class Known:
+    """A rewritten loop. method: (module class, method name) that it is in."""
+
+    source: str
+    construct: str
+    method: tuple[type, str]
+    loops: "weakref.ref[Loops]"
+    layers: tuple[str, ...]
+
+
+_KNOWN: dict[int, Known] = {}
+_NUMBERS = itertools.count()
+
+
+def known(number: int) -> Known:
+    """The loop of that number."""
+    return _KNOWN[number]
+
+
+class Loops:
+    """The rewritten loops of a model.
+
+    version: changes whenever code goes back to its original. called: the modules that a method's loops call.
+    """
+
+    def __init__(self, model: Callable[..., Any] | None) -> None:
+        self._refused: list[LayerReport] = []
+        self.version = 0
+        self.called: dict[tuple[type, str], list[nn.Module]] = {}
+        self._lock = threading.RLock()
+        self._calls = 0
+        self._model = model
+        self._new: dict[tuple[type, str], Callable[..., Any]] | None = None
+        self._owners: dict[tuple[type, str], list[nn.Module]] = {}
+        self._patched: list[tuple[nn.Module, str]] = []
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Rewritten functions are the modules' own inside; the last of concurrent calls to leave takes them out."""
+        with self._lock:
+            if self._new is None:
+                self._find()
+            self._put()
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._calls -= 1
+                if not self._calls:
+                    self._take_out()
+
+    def refuse(self, reasons: dict[int, str]) -> None:
+        """These loops go back to their original code."""
+        with self._lock:
+            assert self._new is not None
+            for number, reason in reasons.items():
+                loop = _KNOWN[number]
+                if self._new.pop(loop.method, None) is None:
+                    continue
+                self._report(loop.layers, loop.source, loop.construct, reason)
+                self.version += 1
+            self._take_out()
+            self._put()
+
+    def refuse_all(self, reason: str) -> bool:
+        """All loops go back to their original code; False where none was rewritten."""
+        with self._lock:
+            active = {
+                n: reason
+                for n, loop in _KNOWN.items()
+                if loop.loops() is self and loop.method in (self._new or {})
+            }
+            if active:
+                self.refuse(active)
+        return bool(active)
+
+    def take_refused(self) -> tuple[LayerReport, ...]:
+        """The report entries of loops that stay as they are, each once."""
+        with self._lock:
+            taken, self._refused = tuple(self._refused), []
+        return taken
+
+    def _report(self, layers: tuple[str, ...], source: str, construct: str, reason: str) -> None:
+        text = f"`{construct}`: {reason}; {ADVICE}"
+        self._refused += [LayerReport(layer, False, "", source, text, CHECK) for layer in layers]
+
+    def _put(self) -> None:
+        for key, function in (self._new or {}).items():
+            for module in self._owners[key]:
+                if key[1] not in vars(module):
+                    vars(module)[key[1]] = types.MethodType(function, module)
+                    self._patched.append((module, key[1]))
+
+    def _take_out(self) -> None:
+        for module, name in self._patched:
+            vars(module).pop(name, None)
+        self._patched.clear()
+
+    def _find(self) -> None:
+        """Read each class once."""
+        self._new = {}
+        if not isinstance(self._model, nn.Module):
+            return
+        by_class: dict[type, list[tuple[str, nn.Module]]] = {}
+        for path, module in self._model.named_modules():
+            if not type(module).__module__.startswith("torch."):
+                by_class.setdefault(type(module), []).append((path, module))
+        for kind, members in by_class.items():
+            if _chooses(members[0][1]):
+                continue
+            for name in _methods(kind):
+                self._read(kind, name, members)
+
+    def _read(self, kind: type, name: str, members: list[tuple[str, nn.Module]]) -> None:
+        assert self._new is not None
+        key = (kind, name)
+        layers = tuple(path for path, _ in members)
+        place = ""
+
+        def number(source: Source, loop: Found) -> int:
+            nonlocal place
+            place = f"{source.file}:{loop.node.lineno}"
+            index = next(_NUMBERS)
+            _KNOWN[index] = Known(place, loop.construct, key, weakref.ref(self), layers)
+            return index
+
+        function = getattr(kind, name)
+        owners = [module for _, module in members]
+        called: list[nn.Module] = []
+        if any(name in vars(module) for module in owners):
+            return  # the user's own replacement
+        try:
+            made = rewrite(function, owners, number, called)
+        except RefusedError as refusal:
+            file = getattr(getattr(function, "__code__", None), "co_filename", "")
+            self._report(layers, f"{file}:{refusal.line}", f"{kind.__name__}.{name}", refusal.reason)
+            return
+        if made is not None:
+            self._new[key] = made
+            self._owners[key] = owners
+            self.called[key] = called
+
+
+def _chooses(module: nn.Module) -> bool:
+    """transformers' experts with a choice of implementations: their loop is switched off, not rewritten."""
+    return hasattr(module, "_apply_gate") and hasattr(module, "config")
+
+
+def _methods(kind: type) -> list[str]:
+    """`forward`, and the methods of the user's classes that it names, directly or through others."""
+    found = ["forward"]
+    for name in found:
+        code = getattr(inspect.unwrap(getattr(kind, name)), "__code__", None)
+        for other in code.co_names if code is not None else ():
+            method = inspect.getattr_static(kind, other, None)
+            if isinstance(method, types.FunctionType) and other not in found and other not in vars(nn.Module):
+                found.append(other)
+    return found
+
+
+def hooked(number: int) -> str:
+    """Why a rewritten loop may not be used any more: hooks that came later; "" if it may."""
+    loops = _KNOWN[number].loops()
+    if loops is None:
+        return "its model is gone"
+    try:
+        for module in loops.called.get(_KNOWN[number].method, ()):
+            demand_pure_module(module)
+    except RefusedError as refusal:
+        return refusal.reason
+    return ""
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Around a backend's work: loops that aren't proved go back to their original code.
+
+    At the model's own frame nothing has run yet: the error goes on, and the caller starts anew. Anywhere else a part of
+    the model has run: Dynamo is told to leave the frame to Python, for which rewritten code means what was written.
+    """
+    try:
+        yield
+    except UnprovedError as unproved:
+        by_model: dict[Loops, dict[int, str]] = {}
+        for number, reason in unproved.reasons.items():
+            if (loops := _KNOWN[number].loops()) is not None:
+                by_model.setdefault(loops, {})[number] = reason
+        for loops, reasons in by_model.items():
+            loops.refuse(reasons)
+        if _at_start():
+            raise
+        from torch._dynamo.exc import SkipFrame
+
+        raise SkipFrame(str(unproved)) from unproved
+
+
+def _at_start() -> bool:
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    code = getattr(InstructionTranslator.current_tx(), "f_code", None)
+    return code is not None and code.co_name == OWN_FRAME
+
+
+OWN_FRAME = "_moefuse_own_frame"
+"""The name of the frame that `onegraph.own_frame` puts around a model."""
