@@ -358,7 +358,9 @@ def _randomise(model: torch.nn.Module) -> None:
         if not tensor.is_floating_point() or tensor.ndim == 0 or "inv_freq" in name:
             continue
         if isinstance(tensor, torch.nn.Parameter) and tensor.ndim >= 2 and "correction_bias" not in name:
-            wide = id(tensor) in embeddings - heads  # a tied embedding is the output matrix as well
-            tensor.normal_(std=1.0 if wide else 1 / math.sqrt(tensor.shape[-1]))
+            # A tied embedding is the output matrix as well: between the two, or the logits would be all peaks.
+            tied = 0.5 if id(tensor) in heads else 1.0
+            wide = tied if id(tensor) in embeddings else 1 / math.sqrt(tensor.shape[-1])
+            tensor.normal_(std=wide)
         elif isinstance(tensor, torch.nn.Parameter) or name.endswith("bias"):
             tensor.add_(torch.randn_like(tensor), alpha=0.05)

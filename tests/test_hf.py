@@ -70,6 +70,33 @@ def test_the_experts_matter_to_the_output(model_type):
     assert (before - after).std() > 0.2
 
 
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("inkling", "input_ids"),  # a module none of whose model types has its name
+        ("ernie4_5_vl_moe", "input_ids"),
+        ("qwen3_omni_moe_talker_text", "inputs_embeds"),
+        ("dots3_note_vision_encoder", "pixel_values"),
+        ("vitpose_backbone", "pixel_values"),
+        ("nllb_moe", "decoder_input_ids"),
+    ],
+)
+def test_parts_and_modules_are_built_with_inputs_of_their_kind(name, given):
+    model, kwargs = hf.build(name, batch=2)
+    assert given in kwargs
+    with torch.no_grad():
+        outputs = model(**kwargs)
+    values = [value for value in outputs.values() if isinstance(value, torch.Tensor)]
+    assert values
+    assert all(value.isfinite().all() for value in values)
+
+
+def test_the_whole_of_a_multimodal_model():
+    part, whole = (hf.build("diffusion_gemma", whole=whole)[0] for whole in (False, True))
+    names = {type(module).__name__ for module in whole.modules()} - {type(m).__name__ for m in part.modules()}
+    assert "DiffusionGemmaDecoderTextLayer" in names
+
+
 def test_options_reach_the_model():
     model, kwargs = hf.build(
         "qwen3_moe",
@@ -102,7 +129,7 @@ def test_the_seed_decides_and_the_global_state_is_kept():
     ("arguments", "message"),
     [
         ({"model_type": "nope"}, "model_type must be one that transformers knows"),
-        ({"model_type": "vitpose_backbone"}, "has no transformers model of its own"),
+        ({"model_type": "dots3_note_vision_encoder", "tokens": 6}, "tokens must be a multiple of 4"),
         ({"model_type": "mixtral", "overrides": {"foo": 1}}, "MixtralConfig has no field 'foo'"),
         ({"model_type": "mixtral", "layers": 0}, "layers must be at least 1, got 0"),
         ({"model_type": "mixtral", "tokens": 0}, "tokens must be at least 1, got 0"),

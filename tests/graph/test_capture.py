@@ -397,6 +397,30 @@ def test_view_of_a_written_input_as_output_is_refused() -> None:
     refused(fn, torch.zeros(3, 4), match="shares memory")
 
 
+def test_inputs_that_share_memory_may_be_read_beside_a_written_one() -> None:
+    def fn(n: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        n[a] = 1.0
+        return b.reshape(-1)
+
+    log: list[Captured] = []
+    mask = torch.tensor([True, False, True])[:, None]
+    n = torch.zeros(3, 2)
+    out = torch.compile(fn, backend=backend(log), fullgraph=True)(n, mask.expand(3, 2), mask.expand(3, 4))
+    assert len(log) == 1
+    assert n.tolist() == [[1, 1], [0, 0], [1, 1]]
+    assert out.tolist() == [True] * 4 + [False] * 4 + [True] * 4
+
+
+def test_an_output_that_shares_memory_with_two_inputs_still_does() -> None:
+    def fn(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return a[1:], b * 2
+
+    base = torch.zeros(4)
+    part, _ = torch.compile(fn, backend=backend([]), fullgraph=True)(base[:3], base.view(2, 2))
+    part.fill_(5)
+    assert base.tolist() == [0, 5, 5, 0]
+
+
 def test_writes_to_inputs_that_overlap_are_refused() -> None:
     base = torch.zeros(8)
 
