@@ -38,6 +38,9 @@ GENERATED = 20
 
 RELATIVE = 1e-5
 """float32: sums of a few hundred products in another order, through two layers."""
+COARSE = 0.05
+"""What is more than this is no rounding of any precision."""
+
 NO_GENERATION = "the model doesn't generate"
 
 RATIO = 1.5
@@ -211,9 +214,11 @@ def _below(site: LayerReport, path: str) -> bool:
 
 
 def _judge(cell: Cell, seen: list[Fused], got: list[Any], want: list[Any]) -> None:
-    if cell.dtype == "float32":
+    full = cell.dtype == "float32"
+    if full:
         cell.error = max(_difference(a, b) for a, b in zip(got, want, strict=True))
         cell.wrong = not cell.error <= RELATIVE
+    if full and not (cell.wrong and cell.error is not None and cell.error < COARSE and _narrow(seen)):
         return
     ratios, errors = [0.0], [0.0]
     for fused in seen:
@@ -223,6 +228,13 @@ def _judge(cell: Cell, seen: list[Fused], got: list[Any], want: list[Any]) -> No
                 errors.append((layer.mine / layer.size) ** 0.5 if layer.size else 0.0)
     cell.error, cell.ratio = max(errors), max(ratios)
     cell.wrong = not cell.ratio <= RATIO
+
+
+def _narrow(seen: list[Fused]) -> bool:
+    """Whether a fused layer of a float32 model computes in a lower precision: float32's bound isn't for that."""
+    operands = [node for fused in seen for call in fused.calls for node in call.all_input_nodes]
+    dtypes = {node.meta["val"].dtype for node in operands if isinstance(node.meta.get("val"), torch.Tensor)}
+    return bool(dtypes & {torch.bfloat16, torch.float16})
 
 
 def _difference(got: Any, want: Any) -> float:
@@ -257,7 +269,11 @@ def _reason(cell: Cell, broken: list[str]) -> str:
         return "no MoE layer runs in eager"
     missing = f"{cell.fused} of {cell.layers} layers fused"
     why = cell.notes or broken
-    return f"{missing}: {why[0] if why else 'nothing found'}"[:400]
+    return f"{missing}: {why[0] if why else f'no MoE layer found in {_count(cell.graphs)}'}"[:400]
+
+
+def _count(graphs: int) -> str:
+    return "1 graph" if graphs == 1 else f"{graphs} graphs"
 
 
 def _first_words(text: str) -> str:
@@ -300,7 +316,7 @@ def _generate(cell: Cell, case: Case) -> None:
         cell.reason = f"WRONG: tokens differ from eager's after {int(agree)} steps"
     elif cell.fused < cell.layers:
         cell.reason = (
-            f"{cell.fused} of {cell.layers} layers fused: {next(iter(cell.notes), 'nothing found')}"[:400]
+            f"{cell.fused} of {cell.layers} layers fused: {next(iter(cell.notes), 'no MoE layer found')}"[:400]
         )
 
 

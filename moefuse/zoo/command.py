@@ -7,6 +7,7 @@ ValueErrors that name the option.
 from __future__ import annotations
 
 import fnmatch
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,10 @@ from moefuse.zoo.render import Line
 from moefuse.zoo.rows import IMPLEMENTATIONS, Row, rows
 
 __all__ = ["IMPLEMENTATIONS", "SHAPES", "Wanted", "measured", "page", "rows_of", "words", "write"]
+
+
+_WIDE = 160
+"""Columns of the table in a file or a pipe."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,7 @@ def measured(
 
         cells = sweep.run(tasks, jobs=jobs, limit=limit, store=store, resume=resume, done=done)
     table = render.lines(chosen, cells)
-    out = Console()
+    out = Console(width=None if sys.stdout.isatty() else _WIDE)
     out.print(render.rich_table(table))
     for sentence in render.summary(table):
         out.print(sentence, markup=False)

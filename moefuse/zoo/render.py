@@ -190,9 +190,11 @@ def rich_table(table: Sequence[Line]) -> Table:
     from rich.table import Table as RichTable
     from rich.text import Text
 
-    grid = RichTable("model", "layers", *IMPLEMENTATIONS, "graphs", "reason")
-    for column in grid.columns[:-1]:
+    heads = (name.removesuffix("_mm").removeprefix("eager-") for name in IMPLEMENTATIONS)
+    grid = RichTable("model", "layers", *heads, "graphs", "reason")
+    for column in grid.columns[1:-1]:
         column.no_wrap = True
+    grid.columns[0].overflow = "fold"
     styles = {"yes": "green", "no": "yellow", "WRONG": "bold red", "refused": "cyan"}
     for line in table:
         texts = _cells(line)

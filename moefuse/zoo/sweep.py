@@ -30,6 +30,9 @@ LIMIT = 300.0
 _RECYCLED = 60
 """Cells after which a process is replaced: Dynamo never gives all of its memory back."""
 
+_PATIENCE = 10.0
+"""Seconds that an idle process has to end."""
+
 Task = tuple[Row, Cell]
 
 
@@ -144,6 +147,8 @@ class _Worker:
         """The cell, measured; where the process dies or takes longer than `limit` seconds that is its reason."""
         self._cells += 1
         try:
+            if self._cells == 1:
+                self._pipe.recv()  # it has imported what it needs; that isn't the cell's time
             self._pipe.send((row, cell))
             if self._pipe.poll(limit):
                 measured: Cell = self._pipe.recv()
@@ -157,9 +162,11 @@ class _Worker:
 
     def stop(self) -> None:
         """End the process, whatever it does."""
-        self._process.terminate()
-        self._process.join()
-        self._pipe.close()
+        self._pipe.close()  # it ends by itself where it waits for the next cell
+        self._process.join(0 if self._broken else _PATIENCE)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
 
 
 def _serve(pipe: Any) -> None:
@@ -169,6 +176,7 @@ def _serve(pipe: Any) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)  # what isn't fused is in the table
     torch.set_num_threads(1)  # jobs are the parallelism; one thread also makes times comparable
+    pipe.send("ready")
     while True:
         try:
             row, cell = pipe.recv()
