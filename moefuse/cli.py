@@ -181,7 +181,9 @@ def zoo(
     generate: Annotated[
         bool, typer.Option("--generate", help="also compare 20 greedy tokens with eager's")
     ] = False,
-    jobs: Annotated[int, typer.Option("--jobs", min=1, help="processes at a time")] = 1,
+    jobs: Annotated[
+        int, typer.Option("--jobs", min=0, help="processes at a time; 0 shows what --resume finds")
+    ] = 1,
     limit: Annotated[float, typer.Option("--limit", min=1, help="seconds that one cell may take")] = 300.0,
     json_file: Annotated[Path | None, typer.Option("--json", help="write every cell, as it is done")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="keep the cells that the --json file has")] = False,

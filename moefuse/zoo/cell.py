@@ -316,7 +316,9 @@ def _generate(cell: Cell, case: Case) -> None:
         cell.reason = f"WRONG: tokens differ from eager's after {int(agree)} steps"
     elif cell.fused < cell.layers:
         cell.reason = (
-            f"{cell.fused} of {cell.layers} layers fused: {next(iter(cell.notes), 'no MoE layer found')}"[:400]
+            f"{cell.fused} of {cell.layers} layers fused: {next(iter(cell.notes), 'no MoE layer found')}"[
+                :400
+            ]
         )
 
 

@@ -75,6 +75,7 @@ def run(
 ) -> list[Cell]:
     """Measure the cells, `jobs` at a time; the result has the order of `tasks`.
 
+    jobs: 0 measures nothing: the result holds the cells that `store` has.
     store: JSON file that holds the finished cells at any time. resume: take the cells that `store` has already.
     done: called in the calling thread for each cell that is finished, from the file or new.
     Raises ValueError where `store` belongs to other versions.
@@ -83,7 +84,7 @@ def run(
     results = {cell.key: finished[cell.key] for _, cell in tasks if cell.key in finished}
     waiting: queue.SimpleQueue[Task] = queue.SimpleQueue()
     for task in tasks:
-        if task[1].key not in results:
+        if jobs and task[1].key not in results:
             waiting.put(task)
     ready: queue.SimpleQueue[Cell] = queue.SimpleQueue()
     expected = waiting.qsize()
@@ -106,7 +107,7 @@ def run(
             done(cell)
     for feeder in feeders:
         feeder.join()
-    return [results[cell.key] for _, cell in tasks]
+    return [results[cell.key] for _, cell in tasks if cell.key in results]
 
 
 def _feed(waiting: queue.SimpleQueue[Task], ready: queue.SimpleQueue[Cell], limit: float) -> None:

@@ -116,7 +116,6 @@ def test_bad_files_of_styles_are_named(tmp_path, text, message):
         ("gpt_oss", "batched_mm", "bfloat16", "static"),
         ("olmoe", "eager", "float32", "dynamic"),
         ("ernie4_5_vl_moe/image tokens", "grouped_mm", "float32", "static"),
-        ("dots3_note/Dots3NoteVisionMoE", "batched_mm", "float32", "static"),
         ("diffusion_gemma/DiffusionGemmaDecoderTextLayer", "grouped_mm", "float32", "static"),
         ("qwen3_omni_moe/Qwen3OmniMoeTalkerTextSparseMoeBlock", "grouped_mm", "float32", "static"),
         ("llama4", "eager", "float32", "static"),
@@ -135,7 +134,7 @@ def test_a_cell_in_which_every_layer_is_fused(name, implementation, dtype, shape
 
 
 def test_a_layer_that_is_overlooked_shows():
-    with mock.patch.object(backend, "worth_a_look", lambda gm: False):
+    with mock.patch.object(backend, "worth_a_look", return_value=False):
         result = cell("mixtral")
     assert (result.layers, result.fused) == (2, 0)
     assert result.reason == "0 of 2 layers fused: no MoE layer found in 1 graph"
@@ -209,10 +208,10 @@ def deadly(tmp_path):
 def test_a_sweep_survives_its_cells_and_goes_on_where_it_stopped(deadly, tmp_path):
     store = tmp_path / "cells.json"
     seen = []
-    results = sweep.run(deadly, limit=15, store=store, done=seen.append)
+    results = sweep.run(deadly, limit=8, store=store, done=seen.append)
     assert [result.reason for result in results[:3]] == [
         "the process died with exit code 7",
-        "stopped after 15 s",
+        "stopped after 8 s",
         "ZeroDivisionError: division by zero",
     ]
     assert results[3].layers == 1
@@ -245,7 +244,9 @@ def test_results_of_other_versions_are_not_mixed_in(tmp_path):
 
 
 def line(name="m", **fields):
-    results = [Cell("m", implementation, "float32", "static", "eager", **fields) for implementation in (EAGER, BARE)]
+    results = [
+        Cell("m", implementation, "float32", "static", "eager", **fields) for implementation in (EAGER, BARE)
+    ]
     (made,) = render.lines([Row(name, file="f")], results)
     return made
 
