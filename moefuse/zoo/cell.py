@@ -101,13 +101,19 @@ def measure(row: Row, cell: Cell) -> Cell:
             _generate(cell, case)
         else:
             _call(cell, case)
+        if not row.fusable:
+            _expect_refusal(cell, row)
     except Exception as error:
         cell.reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    told = bool(cell.layers) and not cell.wrong and not cell.fused
-    cell.refused = told and not row.fusable and row.reason in cell.reason
     cell.seconds = round(time.process_time() - start, 2)
     torch._dynamo.reset()
     return cell
+
+
+def _expect_refusal(cell: Cell, row: Row) -> None:
+    if cell.fused:
+        cell.wrong, cell.reason = True, f"WRONG: {cell.fused} layers fused that must be refused"
+    cell.refused = bool(cell.layers) and not cell.wrong and row.reason in cell.reason
 
 
 def _call(cell: Cell, case: Case) -> None:
@@ -146,14 +152,9 @@ def _compiled(cell: Cell, module: nn.Module) -> Callable[..., Any]:
 def _running(case: Case) -> Iterator[set[str]]:
     """The paths of the case's MoE layers whose experts are called inside."""
     ran: set[str] = set()
-    with _hooks([m.register_forward_pre_hook(_note(ran, path)) for path, m in case.layers.items()]):
-        yield ran
-
-
-@contextmanager
-def _hooks(handles: list[Any]) -> Iterator[None]:
+    handles = [m.register_forward_pre_hook(_note(ran, path)) for path, m in case.layers.items()]
     try:
-        yield
+        yield ran
     finally:
         for handle in handles:
             handle.remove()
@@ -220,14 +221,12 @@ def _judge(cell: Cell, seen: list[Fused], got: list[Any], want: list[Any]) -> No
         cell.wrong = not cell.error <= RELATIVE
     if full and not (cell.wrong and cell.error is not None and cell.error < COARSE and _narrow(seen)):
         return
-    ratios, errors = [0.0], [0.0]
-    for fused in seen:
-        if fused.calls and fused.inputs:
-            for layer in block_errors(fused, [fused.inputs]):
-                ratios.append(layer.ratio)
-                errors.append((layer.mine / layer.size) ** 0.5 if layer.size else 0.0)
-    cell.error, cell.ratio = max(errors), max(ratios)
-    cell.wrong = not cell.ratio <= RATIO
+    ran = [fused for fused in seen if fused.calls and fused.inputs]
+    layers = [layer for fused in ran for layer in block_errors(fused, [fused.inputs])]
+    if layers:
+        cell.error = max((layer.mine / layer.size) ** 0.5 if layer.size else 0.0 for layer in layers)
+        cell.ratio = max(layer.ratio for layer in layers)
+        cell.wrong = not all(layer.ratio <= RATIO for layer in layers)  # a NaN is no pass
 
 
 def _narrow(seen: list[Fused]) -> bool:

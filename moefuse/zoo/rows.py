@@ -33,13 +33,18 @@ BATCH = 2
 
 @dataclass(frozen=True)
 class Row:
-    """One row: a transformers architecture (`module` is set) or a style of plain torch (`file` is set)."""
+    """One row: a transformers architecture (`module` is set) or a style of plain torch (`file` is set).
+
+    variant: further inputs, a key of `_VARIANTS`. fusable: whether a node can do what the layers do; reason: words that
+    the refusal of one that can't must have.
+    """
 
     name: str
     module: str = ""
     block: str = ""
     experts: str = ""
     interface: bool = False
+    variant: str = ""
     file: str = ""
     fusable: bool = True
     reason: str = ""
@@ -52,7 +57,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Case:
-    """A model to compile. inputs(tokens, seed): arguments of a call. layers: paths of the MoE layers that may run."""
+    """A model to compile.
+
+    inputs(tokens, seed): arguments of a call. layers: the experts of each MoE layer by the path of the layer; others:
+    paths of MoE layers that belong to another row. count: how many layers there are where no paths are known.
+    """
 
     module: nn.Module
     inputs: Callable[[int, int], tuple[tuple[Any, ...], dict[str, Any]]]
@@ -68,11 +77,9 @@ def _image_tokens(kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs | {"moe_mm_token_type_ids": kinds}
 
 
-# Further inputs that reach experts which the usual ones don't; each is a row of its own.
-_VARIANTS: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
-    "ernie4_5_vl_moe": ("image tokens", _image_tokens)
-}
-
+_Vary = Callable[[dict[str, Any]], dict[str, Any]]
+# Per module, further inputs that reach experts which the usual ones don't; each is a row of its own.
+_VARIANTS: dict[str, dict[str, _Vary]] = {"ernie4_5_vl_moe": {"image tokens": _image_tokens}}
 
 # Their experts have a capacity: tokens beyond it are dropped, which no node does.
 _CAPACITY = ("nllb_moe", "switch_transformers")
@@ -88,8 +95,8 @@ def _architectures() -> Iterator[Row]:
         row = Row(found.name, found.module, found.block, found.experts, found.interface)
         row = replace(row, fusable=found.module not in _CAPACITY)
         yield row
-        if row.name in _VARIANTS:
-            yield replace(row, name=f"{row.name}/{_VARIANTS[row.name][0]}")
+        for variant in _VARIANTS.get(row.module, ()):
+            yield replace(row, name=f"{row.name}/{variant}", variant=variant)
 
 
 def _styles(file: Path) -> Iterator[Row]:
@@ -151,7 +158,7 @@ def _transformers_case(row: Row, implementation: str, dtype: torch.dtype) -> Cas
                 others.add(path)
     if not layers:
         raise ValueError(f"{row.name}: {type(model).__name__} has no {row.block}")
-    vary = _VARIANTS[row.module][1] if "/" in row.name and row.module in _VARIANTS else dict
+    vary: _Vary = _VARIANTS[row.module][row.variant] if row.variant else dict
 
     def inputs(tokens: int, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (), vary(hf.inputs(model, tokens=tokens, batch=BATCH, seed=seed))

@@ -5,6 +5,7 @@ The whole table is the command's own work and takes an hour; here are a few of i
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -174,6 +175,24 @@ def test_what_can_not_be_built_is_a_cell_with_its_error():
     result = measure(unbuildable, Cell("none", "grouped_mm", "float32", "static", "eager"))
     assert "no model has NoSuchBlock" in result.reason
     assert not result.ok
+
+
+def test_what_must_be_refused_and_is_fused_is_wrong():
+    fusable = row("style/gpt_fast")
+    measured = measure(
+        replace(fusable, fusable=False), Cell(fusable.name, EAGER, "float32", "static", "eager")
+    )
+    assert measured.wrong
+    assert measured.reason == "WRONG: 1 layers fused that must be refused"
+
+
+def test_what_must_be_refused_is_refused_with_its_reason():
+    name = "style/expert_choice"
+    assert row(name).reason
+    assert cell(name, EAGER).refused
+    other = measure(replace(row(name), reason="the moon"), Cell(name, EAGER, "float32", "static", "eager"))
+    assert not other.refused
+    assert not other.ok
 
 
 # -- sweeping
