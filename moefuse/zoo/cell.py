@@ -38,13 +38,12 @@ GENERATED = 20
 
 RELATIVE = 1e-5
 """float32: sums of a few hundred products in another order, through two layers."""
+RATIO = 1.5
+"""Lower precision: how many times eager's own error to float64 a layer may have."""
 COARSE = 0.05
 """What is more than this is no rounding of any precision."""
 
 NO_GENERATION = "the model doesn't generate"
-
-RATIO = 1.5
-"""Lower precision: how many times eager's own error to float64 a layer may have."""
 
 
 @dataclass
@@ -52,8 +51,8 @@ class Cell:
     """The result of one cell.
 
     layers: MoE layers that run in eager. found: MoE layers that moefuse saw, fused: calls of the fused node in one
-    run. graphs, breaks: Dynamo's; plain_graphs: the graphs of the same code without moefuse, counted where there are
-    several. error: largest relative error; ratio: the same as a multiple of eager's own (lower precisions).
+    run. graphs, breaks: Dynamo's; plain_graphs: the graphs when nothing is fused, counted where there are several.
+    error: largest relative error; ratio: the same as a multiple of eager's own (lower precisions).
     capture, passes: CPU seconds of moefuse's functional trace and of its passes. wrong: the result differs. refused:
     nothing was fused, as it must be. reason: "" when every layer is fused and the result is right; else the first
     thing that stands in the way.
@@ -141,11 +140,12 @@ def _call(cell: Cell, case: Case) -> None:
     cell.reason = _reason(cell, broken)
 
 
-def _compiled(cell: Cell, module: nn.Module) -> Callable[..., Any]:
+def _compiled(cell: Cell, module: nn.Module, mode: str = "auto") -> Callable[..., Any]:
     dynamic = True if cell.shapes == DYNAMIC else None
+    options: dict[str, Any] = {"inner": cell.inner, "mode": mode}
     if cell.implementation == EAGER:
-        return moefuse.compile(module, dynamic=dynamic, inner=cell.inner)
-    return torch.compile(module, backend="moefuse", dynamic=dynamic, options={"inner": cell.inner})
+        return moefuse.compile(module, dynamic=dynamic, **options)
+    return torch.compile(module, backend="moefuse", dynamic=dynamic, options=options)
 
 
 @contextmanager
@@ -248,13 +248,11 @@ def _difference(got: Any, want: Any) -> float:
 
 
 def _plain_graphs(cell: Cell, case: Case, call: tuple[tuple[Any, ...], dict[str, Any]]) -> int:
-    """The graphs of the same code without moefuse."""
+    """The graphs of the same call when nothing is fused: those that break for reasons of the model."""
     torch._dynamo.reset()
     counters.clear()
     args, kwargs = call
-    torch.compile(case.module, backend="eager", dynamic=True if cell.shapes == DYNAMIC else None)(
-        *args, **kwargs
-    )
+    _compiled(cell, case.module, mode="off")(*args, **kwargs)
     return int(counters["stats"]["unique_graphs"])
 
 
@@ -263,7 +261,8 @@ def _reason(cell: Cell, broken: list[str]) -> str:
         times = "" if cell.ratio is None else f", {cell.ratio:.2f} times eager's own"
         return f"WRONG: relative error {cell.error:.2g}{times}"
     if cell.layers and cell.fused == cell.layers:
-        return ""
+        more = cell.plain_graphs is not None and cell.graphs > cell.plain_graphs
+        return f"{cell.graphs} graphs, {cell.plain_graphs} when nothing is fused" if more else ""
     if not cell.layers:
         return "no MoE layer runs in eager"
     missing = f"{cell.fused} of {cell.layers} layers fused"

@@ -22,7 +22,7 @@ HEADS = {
     EAGER: "own code, moefuse.compile",
     BARE: "own code, torch.compile",
 }
-_REST = ("graphs", "float32 error", "bfloat16 error", "capture ms", "passes ms", "reason")
+_REST = ("graphs", "float32 error", "bfloat16 error", "capture ms", "passes ms", "tokens", "reason")
 
 
 @dataclass
@@ -42,6 +42,7 @@ class Line:
     passes: float | None = None
     tokens: str = ""
     reason: str = ""
+    settings: dict[str, list[str]] = field(default_factory=dict)
 
 
 def lines(rows: Sequence[Row], cells: Sequence[Cell]) -> list[Line]:
@@ -58,6 +59,7 @@ def _line(row: Row, cells: Sequence[Cell]) -> Line:
     for name in IMPLEMENTATIONS:
         mine = [cell for cell in calls if cell.implementation == name]
         line.verdicts[name] = _verdict(mine) if name in row.implementations else "-"
+        line.settings[name] = [f"{cell.dtype} {cell.shapes}" for cell in mine]
     line.layers = max((cell.layers for cell in calls), default=0)
     line.graphs = ", ".join(dict.fromkeys(graphs(cell) for cell in calls if cell.fused and cell.graphs))
     line.float32 = _largest([cell.error for cell in calls if cell.ratio is None and cell.fused])
@@ -90,12 +92,8 @@ def _reason(row: Row, calls: Sequence[Cell], generated: Sequence[Cell]) -> str:
 
 
 def graphs(cell: Cell) -> str:
-    """`1`, or `10 (10 without moefuse)`."""
-    return (
-        str(cell.graphs)
-        if cell.plain_graphs is None
-        else f"{cell.graphs} ({cell.plain_graphs} without moefuse)"
-    )
+    """`1`, or `10 (10 unfused)`."""
+    return str(cell.graphs) if cell.plain_graphs is None else f"{cell.graphs} ({cell.plain_graphs} unfused)"
 
 
 def _largest(values: Sequence[float | None]) -> float | None:
@@ -103,22 +101,41 @@ def _largest(values: Sequence[float | None]) -> float | None:
 
 
 def summary(table: Sequence[Line]) -> list[str]:
-    """One sentence per implementation, and one for what is wrong or refused."""
-    said = []
-    for name in IMPLEMENTATIONS:
-        verdicts = [line.verdicts[name] for line in table if line.verdicts[name] not in ("-", "")]
-        if verdicts:
-            said.append(
-                f"{HEADS[name]}: {verdicts.count('yes')} of {len(verdicts)} rows fuse every layer, "
-                f"{verdicts.count('refused')} are rightly refused, {verdicts.count('no')} don't fuse, "
-                f"{verdicts.count('WRONG')} are wrong"
-            )
+    """What holds for all transformers rows and for all styles, a sentence per implementation."""
+    kinds = {
+        "transformers": [line for line in table if line.row.module],
+        "plain styles": [line for line in table if line.row.file],
+    }
+    told = [
+        f"{kind}, {HEADS[name]}: {_counted(name, some)}"
+        for kind, some in kinds.items()
+        for name in IMPLEMENTATIONS
+        if any(line.verdicts[name] not in ("-", "") for line in some)
+    ]
     generated = [line.tokens for line in table if line.tokens]
     if generated:
-        said.append(
+        told.append(
             f"greedy generation: {generated.count('yes')} of {len(generated)} rows give eager's tokens"
         )
-    return said
+    return told
+
+
+def _counted(name: str, table: Sequence[Line]) -> str:
+    run = [line for line in table if line.verdicts[name] not in ("-", "")]
+    fusable = [line for line in run if line.row.fusable]
+    fused = [line for line in fusable if line.verdicts[name] == "yes"]
+    modules = {line.row.module for line in fusable}
+    whole = modules - {line.row.module for line in fusable if line not in fused}
+    said = f"every layer is fused in {len(fused)} of {len(fusable)} rows that a node can do"
+    if modules != {""}:
+        said += f" ({len(whole)} of {len(modules)} modules)"
+    refused = [line for line in run if not line.row.fusable]
+    if refused:
+        right = sum(line.verdicts[name] == "refused" for line in refused)
+        said += f"; {right} of {len(refused)} others are refused with their reason"
+    wrong = sum(line.verdicts[name] == "WRONG" for line in run)
+    settings = dict.fromkeys(setting for line in run for setting in line.settings[name])
+    return f"{said}; {wrong} wrong results. Measured: {', '.join(settings)}"
 
 
 def _cells(line: Line) -> list[str]:
@@ -132,6 +149,7 @@ def _cells(line: Line) -> list[str]:
         "" if line.ratio is None else f"{line.ratio:.2f} x eager's",
         "" if line.capture is None else f"{line.capture * 1e3:.0f}",
         "" if line.passes is None else f"{line.passes * 1e3:.0f}",
+        line.tokens,
         line.reason,
     ]
 

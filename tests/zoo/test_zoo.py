@@ -289,6 +289,26 @@ def test_the_pages_hold_every_row(tmp_path):
     assert "n&lt;b&gt;" in (tmp_path / "zoo.html").read_text()
 
 
+def test_the_summary_counts_rows_modules_and_refusals():
+    def one(name, module="", **fields):
+        return Row(name, module=module, file="" if module else "f", **fields)
+
+    chosen = [one("a/1", "a"), one("a/2", "a"), one("b", "b"), one("style/c"), one("style/d", fusable=False)]
+    results = [Cell(row.name, EAGER, "float32", "static", "eager", layers=1, fused=1) for row in chosen]
+    results[1].reason = "not found"
+    results[4].reason, results[4].refused = "capacity", True
+    assert render.summary(render.lines(chosen, results)) == [
+        (
+            "transformers, own code, moefuse.compile: every layer is fused in 2 of 3 rows that a node can do "
+            "(1 of 2 modules); 0 wrong results. Measured: float32 static"
+        ),
+        (
+            "plain styles, own code, moefuse.compile: every layer is fused in 1 of 1 rows that a node can do; "
+            "1 of 1 others are refused with their reason; 0 wrong results. Measured: float32 static"
+        ),
+    ]
+
+
 def test_the_documented_table_has_the_rows_of_this_transformers():
     text = (ROOT / "docs" / "zoo.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE) == [row.name for row in rows((STYLES,))]
