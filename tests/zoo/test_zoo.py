@@ -13,7 +13,10 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from typer.testing import CliRunner
+
 from moefuse import backend, hf
+from moefuse.cli import app
 from moefuse.ops import kernels
 from moefuse.zoo import command, render, scan, sweep
 from moefuse.zoo.cell import Cell, measure
@@ -332,3 +335,49 @@ def test_rows_are_chosen_by_name_pattern_or_module():
     assert [row.name for row in command.rows_of(wanted("mixtral", "qwen3_m*"))] == ["mixtral", "qwen3_moe"]
     with pytest.raises(ValueError, match="no row is called nope"):
         command.rows_of(wanted("mixtral", "nope"))
+
+
+def invoke(*arguments):
+    result = CliRunner().invoke(app, ["zoo", *map(str, arguments)])
+    return result.exit_code, result.output
+
+
+def test_the_command_measures_and_writes(tmp_path):
+    store = tmp_path / "cells.json"
+    chosen = ("--only", "mixtral", "--impl", "grouped_mm", "--dtype", "float32", "--shapes", "static")
+    code, output = invoke(*chosen, "--json", store, "--markdown", tmp_path / "zoo.md", "--fail-on-unfused")
+    assert code == 0, output
+    assert "every layer is fused in 1 of 1 rows" in output
+    (result,) = sweep.load(store)
+    assert result.ok
+    assert "| `mixtral` | 2 | yes |" in (tmp_path / "zoo.md").read_text()
+    result.reason, result.wrong = "WRONG: relative error 1", True
+    sweep.save(store, [result])
+    shown = (*chosen, "--json", store, "--resume", "--jobs", 0)
+    assert invoke(*shown)[0] == 1  # a wrong result is a failure, also without --fail-on-unfused
+    result.wrong = False
+    sweep.save(store, [result])
+    assert invoke(*shown)[0] == 0
+    assert invoke(*shown, "--fail-on-unfused")[0] == 3
+
+
+def test_the_command_lists_its_rows():
+    assert invoke("--list", "--only", "dots3_note") == (
+        0,
+        "dots3_note/Dots3NoteTextMoE\ndots3_note/Dots3NoteVisionMoE\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--impl", "fast"), "--impl must be from grouped_mm, batched_mm, eager, eager-bare, got fast"),
+        (("--only", "nope"), "no row is called nope"),
+        (("--resume",), "--resume needs --json FILE"),
+        (("--styles", "nowhere.py"), "no such file: nowhere.py"),
+    ],
+)
+def test_bad_arguments_of_the_command_are_named(arguments, message):
+    code, output = invoke(*arguments)
+    assert code == 2
+    assert message in output
