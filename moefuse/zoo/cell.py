@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest import mock
 
@@ -28,7 +29,7 @@ from moefuse.ops import kernels
 from moefuse.report.journal import JOURNAL
 from moefuse.report.model import GraphReport, LayerReport
 from moefuse.testing.compare import relative_error
-from moefuse.zoo.rounding import Fused, block_errors, watch
+from moefuse.zoo.rounding import Fused, block_errors, exact_logits, per_token, watch
 from moefuse.zoo.rows import EAGER, GROUPED, Case, Row, build
 
 STATIC, DYNAMIC, GENERATE = "static", "dynamic", "generate"
@@ -227,6 +228,20 @@ def _judge(cell: Cell, seen: list[Fused], got: list[Any], want: list[Any]) -> No
         cell.error = max((layer.mine / layer.size) ** 0.5 if layer.size else 0.0 for layer in layers)
         cell.ratio = max(layer.ratio for layer in layers)
         cell.wrong = not all(layer.ratio <= RATIO for layer in layers)  # a NaN is no pass
+    if layers and not full and cell.inner != "eager" and len(seen) == 1:
+        whole = _whole(seen[0], got[-1], want[-1])
+        cell.ratio = max(cell.ratio or 0.0, whole)
+        cell.wrong = cell.wrong or not whole <= RATIO
+
+
+def _whole(fused: Fused, got: Any, want: Any) -> float:
+    """The whole model's error as a multiple of eager's; where another compiler runs what the passes made."""
+    mine, eager = (
+        next(leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.dim() > 1)
+        for values in (got, want)
+    )
+    exact = exact_logits(fused, fused.inputs, eager)
+    return median(per_token(mine, exact)) / median(per_token(eager, exact))
 
 
 def _narrow(seen: list[Fused]) -> bool:

@@ -9,7 +9,8 @@ experts that rounds the other way changes a whole token. So routing is pinned:
 * `block_errors`: each MoE layer alone. Eager's graph runs; the operands of each layer (rows, ids, routing weights,
   expert weights) are taken from that run; from them the layer is computed as eager does, as mega_moe does, and in
   float64 by eager's own nodes. Norm-wise over all inputs. No routing happens inside, so nothing can flip.
-* `exact_logits`: the float64 run of eager's whole graph with the integers (the routing) of eager's own run.
+* `exact_logits`: the float64 run of eager's whole graph with the integers (the routing) of eager's own run. A compiled
+  model can't be pinned: `per_token` gives errors whose median doesn't see the few tokens that flipped.
 """
 
 from collections.abc import Iterator
@@ -180,3 +181,10 @@ def exact_logits(fused: Fused, inputs: tuple[Any, ...], eager: Tensor) -> Tensor
     outputs = pytree.tree_leaves(Float64Run(fused.before, run.env).run(*inputs))
     fitting = [value for value in outputs if isinstance(value, Tensor) and value.shape == eager.shape]
     return min(fitting, key=lambda value: float((value - eager).norm()))
+
+
+def per_token(got: Tensor, want: Tensor) -> list[float]:
+    """Norm-wise relative error of each token's logits [B, S, V]."""
+    got, want = got.double().flatten(0, -2), want.double().flatten(0, -2)
+    errors: list[float] = ((got - want).norm(dim=-1) / want.norm(dim=-1)).tolist()
+    return errors

@@ -25,7 +25,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch.fx import GraphModule
 
 from moefuse import hf
-from moefuse.zoo.rounding import Fused, block_errors, exact_logits, watch
+from moefuse.zoo.rounding import Fused, block_errors, exact_logits, per_token, watch
 from tests.zoo import styles
 
 LAYERS = 2
@@ -70,13 +70,6 @@ def token_ids(tokens: int, seed: int) -> Tensor:
     """int64 [BATCH, tokens], the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, hf.VOCAB, (BATCH, tokens), generator=generator)
-
-
-def per_token(got: Tensor, want: Tensor) -> list[float]:
-    """Norm-wise relative error of each token's logits [B, S, V]."""
-    got, want = got.double().flatten(0, -2), want.double().flatten(0, -2)
-    errors: list[float] = ((got - want).norm(dim=-1) / want.norm(dim=-1)).tolist()
-    return errors
 
 
 @dataclass
