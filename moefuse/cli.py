@@ -187,6 +187,7 @@ def zoo(
     limit: Annotated[float, typer.Option("--limit", min=1, help="seconds that one cell may take")] = 300.0,
     json_file: Annotated[Path | None, typer.Option("--json", help="write every cell, as it is done")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="keep the cells that the --json file has")] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="of those, measure again what wasn't right")] = False,
     markdown: Annotated[Path | None, typer.Option("--markdown", help="write the page docs/zoo.md")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="write a page for a browser")] = None,
     list_rows: Annotated[bool, typer.Option("--list", help="print the rows and stop")] = False,
@@ -216,7 +217,11 @@ def zoo(
             return
         if resume and json_file is None:
             raise ValueError("--resume needs --json FILE")
-        table, cells = command.measured(wanted, rows, jobs=jobs, limit=limit, store=json_file, resume=resume)
+        if retry and not resume:
+            raise ValueError("--retry needs --resume")
+        table, cells = command.measured(
+            wanted, rows, jobs=jobs, limit=limit, store=json_file, resume=resume, retry=retry
+        )
         command.write(table, markdown=markdown, html=html)
     except (ImportError, ValueError, OSError) as error:
         _die(_one_line(error), _EXIT_USAGE)

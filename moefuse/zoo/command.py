@@ -67,7 +67,14 @@ def _is(row: Row, name: str) -> bool:
 
 
 def measured(
-    wanted: Wanted, chosen: Sequence[Row], *, jobs: int, limit: float, store: Path | None, resume: bool
+    wanted: Wanted,
+    chosen: Sequence[Row],
+    *,
+    jobs: int,
+    limit: float,
+    store: Path | None,
+    resume: bool,
+    retry: bool,
 ) -> tuple[list[Line], list[Cell]]:
     """Measure, with a progress bar, and print the table and its summary."""
     tasks = sweep.plan(
@@ -88,7 +95,7 @@ def measured(
             if cell.wrong:
                 progress.console.print(f"{cell.key}: {cell.reason}", style="red", markup=False)
 
-        cells = sweep.run(tasks, jobs=jobs, limit=limit, store=store, resume=resume, done=done)
+        cells = sweep.run(tasks, jobs=jobs, limit=limit, store=store, resume=resume, retry=retry, done=done)
     table = render.lines(chosen, cells)
     out = Console(width=None if sys.stdout.isatty() else _WIDE)
     out.print(render.rich_table(table))

@@ -93,7 +93,8 @@ def rows(styles: Sequence[Path] = ()) -> tuple[Row, ...]:
 def _architectures() -> Iterator[Row]:
     for found in scan():
         row = Row(found.name, found.module, found.block, found.experts, found.interface)
-        row = replace(row, fusable=found.module not in _CAPACITY)
+        if found.module in _CAPACITY:
+            row = replace(row, fusable=False, reason="capacity")
         yield row
         for variant in _VARIANTS.get(row.module, ()):
             yield replace(row, name=f"{row.name}/{variant}", variant=variant)

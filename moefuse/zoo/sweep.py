@@ -71,17 +71,20 @@ def run(
     limit: float = LIMIT,
     store: Path | None = None,
     resume: bool = False,
+    retry: bool = False,
     done: Callable[[Cell], None] | None = None,
 ) -> list[Cell]:
     """Measure the cells, `jobs` at a time; the result has the order of `tasks`.
 
     jobs: 0 measures nothing: the result holds the cells that `store` has.
-    store: JSON file that holds the finished cells at any time. resume: take the cells that `store` has already.
+    store: JSON file that holds the finished cells at any time. resume: take the cells that `store` has already;
+    retry: only those of them that are right.
     done: called in the calling thread for each cell that is finished, from the file or new.
     Raises ValueError where `store` belongs to other versions.
     """
     finished = {cell.key: cell for cell in load(store)} if resume and store and store.exists() else {}
-    results = {cell.key: finished[cell.key] for _, cell in tasks if cell.key in finished}
+    kept = {key for key, cell in finished.items() if cell.ok or not retry}
+    results = {cell.key: finished[cell.key] for _, cell in tasks if cell.key in kept}
     waiting: queue.SimpleQueue[Task] = queue.SimpleQueue()
     for task in tasks:
         if jobs and task[1].key not in results:

@@ -242,6 +242,10 @@ def test_a_sweep_survives_its_cells_and_goes_on_where_it_stopped(deadly, tmp_pat
     assert sweep.load(store) == results
     with mock.patch.object(sweep, "_Worker", side_effect=AssertionError("measured again")):
         assert sweep.run(deadly, store=store, resume=True) == results
+    renewed = sweep.run(deadly[2:3], store=store, resume=True, retry=True)
+    assert renewed == results[2:3]
+    assert renewed[0] is not results[2]
+    assert len(sweep.load(store)) == 4
 
 
 def test_the_bare_line_is_measured_in_one_setting():
@@ -374,6 +378,7 @@ def test_the_command_lists_its_rows():
         (("--impl", "fast"), "--impl must be from grouped_mm, batched_mm, eager, eager-bare, got fast"),
         (("--only", "nope"), "no row is called nope"),
         (("--resume",), "--resume needs --json FILE"),
+        (("--retry",), "--retry needs --resume"),
         (("--styles", "nowhere.py"), "no such file: nowhere.py"),
     ],
 )
