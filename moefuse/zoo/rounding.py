@@ -44,6 +44,11 @@ class Fused:
         """The `mega_moe` nodes after the passes."""
         return [node for node in self.after.graph.nodes if op_name(node) == "moefuse::mega_moe"]
 
+    @property
+    def runs_unfused(self) -> bool:
+        """Whether `before` is made of operators that compute: marks of rewritten loops are for the passes only."""
+        return not any(op_name(node).startswith("moefuse::") for node in self.before.graph.nodes)
+
 
 @contextmanager
 def watch() -> Iterator[list[Fused]]:

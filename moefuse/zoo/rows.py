@@ -55,6 +55,9 @@ class Row:
         return IMPLEMENTATIONS if self.interface else (EAGER, BARE)
 
 
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
 @dataclass(frozen=True)
 class Case:
     """A model to compile.
@@ -64,7 +67,7 @@ class Case:
     """
 
     module: nn.Module
-    inputs: Callable[[int, int], tuple[tuple[Any, ...], dict[str, Any]]]
+    inputs: Callable[[int, int], Call]
     layers: Mapping[str, nn.Module]
     others: frozenset[str] = frozenset()
     count: int | None = None
@@ -129,7 +132,7 @@ def _style_case(row: Row, dtype: torch.dtype) -> Case:
     module, args = style.build()
     module.to(dtype)
 
-    def inputs(tokens: int, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def inputs(tokens: int, seed: int) -> Call:
         generator = torch.Generator().manual_seed(seed)
         return tuple(pytree.tree_map(lambda value: _resized(value, tokens, generator, dtype), args)), {}
 
@@ -161,7 +164,7 @@ def _transformers_case(row: Row, implementation: str, dtype: torch.dtype) -> Cas
         raise ValueError(f"{row.name}: {type(model).__name__} has no {row.block}")
     vary: _Vary = _VARIANTS[row.module][row.variant] if row.variant else dict
 
-    def inputs(tokens: int, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def inputs(tokens: int, seed: int) -> Call:
         return (), vary(hf.inputs(model, tokens=tokens, batch=BATCH, seed=seed))
 
     generates = hasattr(model, "generate") and bool(model.can_generate())

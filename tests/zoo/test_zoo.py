@@ -20,6 +20,7 @@ from moefuse.cli import app
 from moefuse.ops import kernels
 from moefuse.zoo import command, render, scan, sweep
 from moefuse.zoo.cell import Cell, measure
+from moefuse.zoo.rounding import Fused
 from moefuse.zoo.rows import BARE, EAGER, IMPLEMENTATIONS, Row, registry, rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -150,6 +151,23 @@ def test_what_breaks_the_graph_is_the_reason():
     assert result.fused == 0
     assert result.breaks
     assert "nonzero" in result.reason
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.02])
+def test_a_layer_that_can_not_run_alone_is_judged_in_its_model(scale):
+    right = kernels.kernel("cpu")
+
+    def scaled(*arguments):
+        y, counts = right(*arguments)
+        return y * scale, counts
+
+    with (
+        mock.patch.dict(kernels._KERNELS, {"cpu": scaled}),
+        mock.patch.object(Fused, "runs_unfused", False),
+    ):
+        result = cell("mixtral", dtype="bfloat16")
+    assert result.wrong == (scale != 1)
+    assert (result.ratio > 1.5) == (scale != 1)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
