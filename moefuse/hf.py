@@ -79,6 +79,8 @@ _SIZES: dict[str, Any] = {
     "decoder_sparse_step": 1,
     "expert_layer_period": 1,
     "expert_layer_offset": 0,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
@@ -308,6 +310,8 @@ def _sizes(default: PretrainedConfig, layers: int) -> dict[str, Any]:
 def _per_layer(values: list[Any], layers: int) -> list[Any]:
     """A per-layer list for fewer layers: MoE where it says dense or sparse, else each kind in turn."""
     kinds = ["sparse"] if "sparse" in values else list(dict.fromkeys(values))
+    if kinds == ["linear_attention"]:
+        kinds.append("full_attention")  # a hybrid whose attention is left to the user: it has no cache without any
     return [kinds[i % len(kinds)] for i in range(layers)]
 
 

@@ -140,3 +140,10 @@ def test_the_seed_decides_and_the_global_state_is_kept():
 def test_bad_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         hf.build(**arguments)
+
+
+@pytest.mark.parametrize("model_type", ["granitemoehybrid", "jamba"])
+def test_hybrids_keep_a_layer_of_attention(model_type):
+    kinds = hf.tiny_config(model_type).layers_block_type
+    assert len(set(kinds)) == 2
+    assert {"attention", "full_attention"} & set(kinds)
