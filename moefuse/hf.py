@@ -192,15 +192,16 @@ def inputs(model: torch.nn.Module, *, tokens: int = 16, batch: int = 1, seed: in
     config: Any = model.config
     taken = inspect.signature(model.forward).parameters
     generator = torch.Generator().manual_seed(seed)
+    dtype = next(model.parameters()).dtype
     if "pixel_values" in taken and "input_ids" not in taken:
-        return _image(config, taken, tokens, batch, generator)
+        kwargs = _image(config, taken, tokens, batch, generator)
+        return kwargs | {"pixel_values": kwargs["pixel_values"].to(dtype)}
     if config.model_type in _EMBEDDED:
         shape = (batch, tokens, config.hidden_size)
-        dtype = next(model.parameters()).dtype
         return {"inputs_embeds": torch.randn(shape, generator=generator).to(dtype), "use_cache": False}
     vocabulary = config.get_text_config().vocab_size
     ids = torch.randint(3, vocabulary, (batch, tokens), generator=generator)
-    kwargs: dict[str, Any] = {"input_ids": ids}
+    kwargs = {"input_ids": ids}
     if "decoder_input_ids" in taken:
         kwargs["decoder_input_ids"] = ids.flip(-1)
     if hasattr(config, "use_cache"):
@@ -311,7 +312,9 @@ def _per_layer(values: list[Any], layers: int) -> list[Any]:
     """A per-layer list for fewer layers: MoE where it says dense or sparse, else each kind in turn."""
     kinds = ["sparse"] if "sparse" in values else list(dict.fromkeys(values))
     if kinds == ["linear_attention"]:
-        kinds.append("full_attention")  # a hybrid whose attention is left to the user: it has no cache without any
+        kinds.append(
+            "full_attention"
+        )  # a hybrid whose attention is left to the user: it has no cache without any
     return [kinds[i % len(kinds)] for i in range(layers)]
 
 

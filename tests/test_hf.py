@@ -83,7 +83,7 @@ def test_the_experts_matter_to_the_output(model_type):
     ],
 )
 def test_parts_and_modules_are_built_with_inputs_of_their_kind(name, given):
-    model, kwargs = hf.build(name, batch=2)
+    model, kwargs = hf.build(name, batch=2, dtype=torch.bfloat16)
     assert given in kwargs
     with torch.no_grad():
         outputs = model(**kwargs)
