@@ -75,7 +75,9 @@ def first_call(make: Callable[[], Callable[[Tensor], Tensor]], times: int) -> fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("experts", nargs="?", type=int, default=8)
     parser.add_argument("--inner", choices=("eager", "inductor"), default="eager")
     given = parser.parse_args()

@@ -13,12 +13,8 @@ from torch.fx import Graph
 
 from moefuse.ops.loop_markers import marked
 
-REWRITTEN = (
-    "through moefuse.compile only: torch.compile alone breaks the graph at a loop over experts that branches on data"
-)
-DEPENDENT = (
-    "through moefuse.compile or fullgraph=True only: torch.compile alone breaks the graph at sizes that depend on data"
-)
+REWRITTEN = "through moefuse.compile only: torch.compile alone breaks the graph at a loop over experts that branches on data"
+DEPENDENT = "through moefuse.compile or fullgraph=True only: torch.compile alone breaks the graph at sizes that depend on data"
 BRANCH = "take the branch out (an expert without tokens adds nothing), or loop over range(number of experts)"
 
 _OWN = os.path.dirname(__file__) + os.sep

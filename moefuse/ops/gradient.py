@@ -27,7 +27,8 @@ _T = TypeVar("_T")
 
 _SCHEMA = (
     "mega_moe_backward(Tensor grad_y, Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor[] weight1,"
-    " Tensor[] weight2, Tensor[] bias1, Tensor[] bias2, Tensor[] row_scale, *, bool[] needs, int num_experts, int ep_world_size=1,"
+    " Tensor[] weight2, Tensor[] bias1, Tensor[] bias2, Tensor[] row_scale, *, bool[] needs,"
+    " int num_experts, int ep_world_size=1,"
     " bool transpose_weight1=True, bool transpose_weight2=True, str gate_up='concat',"
     " str activation='swiglu', float[] activation_params=[], str activation_program='',"
     " ScalarType? activation_dtype=None,"

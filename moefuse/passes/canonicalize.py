@@ -1,7 +1,7 @@
-"""One spelling for what makes no difference: views that change nothing, and the same view made twice.
+"""One spelling for what makes no difference: no-op views, the same view made twice, temporaries written in place.
 
-In: a functional ATen graph. Out: the same graph with no-op views removed and equal views shared. Only views are
-touched: they alias their input either way, so nothing that the program can observe changes.
+In: a functional ATen graph. Out: the same graph with no-op views removed and equal views shared. They alias their
+input either way, and a temporary has no other reader, so nothing that the program can observe changes.
 """
 
 from collections.abc import Hashable
@@ -28,6 +28,7 @@ def canonicalize(graph: Graph, training: bool) -> int:
         if op_name(node) == "aten::detach" and not training:
             node.replace_all_uses_with(node.all_input_nodes[0])
             graph.erase_node(node)
+        _out_of_place(node)
         if op_name(node) not in VIEWS:
             continue
         returned = any(
@@ -39,6 +40,24 @@ def canonicalize(graph: Graph, training: bool) -> int:
             graph.erase_node(node)
     graph.eliminate_dead_code()
     return before - len(graph.nodes)
+
+
+def _out_of_place(node: Node) -> None:
+    """`add_` on a result that nobody else reads becomes `add`: composite operators (rms_norm) write so."""
+    source = node.args[0] if node.args else None
+    if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(source, Node):
+        return
+    name, own = node.target._schema.name, node.target._schema.arguments
+    if not name.startswith("aten::") or not name.endswith("_") or any(a.is_write for a in own[1:]):
+        return
+    made = source.target._schema.returns if isinstance(source.target, torch._ops.OpOverload) else ()
+    if len(source.users) != 1 or len(made) != 1 or made[0].alias_info is not None:
+        return
+    packet = getattr(torch.ops.aten, name.removeprefix("aten::").removesuffix("_"), None)
+    twin = getattr(packet, node.target._overloadname, None)
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), value)
+    if twin is not None and twin(*args, **kwargs).dtype == value(node).dtype:
+        node.target = twin
 
 
 def _changes_nothing(node: Node) -> bool:

@@ -39,16 +39,23 @@ class Emitter:
     def __init__(self, graph: Graph, anchor: Node, size_sources: Iterable[Node]) -> None:
         self.graph = graph
         self.anchor = anchor
+        self.made: list[Node] = []
         self.size_sources = [node for node in size_sources if isinstance(value(node), torch.Tensor)]
 
     def call(self, target: Any, /, *args: Any, **kwargs: Any) -> Node:
         """One call node, with its fake value."""
         with self.graph.inserting_before(self.anchor):
             node = self.graph.call_function(target, args, kwargs)
+        self.made.append(node)
         node.meta.update({key: self.anchor.meta[key] for key in INHERITED_META if key in self.anchor.meta})
         fake_args, fake_kwargs = torch.fx.map_arg((args, kwargs), value)
         node.meta["val"] = target(*fake_args, **fake_kwargs)
         return node
+
+    def discard(self) -> None:
+        """Take the new nodes away again: an unused one would run all the same where nothing else is fused."""
+        while self.made:
+            self.graph.erase_node(self.made.pop())
 
     # --- shapes ------------------------------------------------------------------------------------------
 
@@ -136,6 +143,12 @@ class Emitter:
             raise Conflict(f"`{leaf.node.name}` is no bias with the experts first")
         rest = leaf.node
         return self.reshape(rest, [value(rest).shape[0], sizes.product(value(rest).shape[1:])])
+
+    def one_tensor(self, nodes: list[Node]) -> Node | None:
+        """A row scale, [O] or [E, O]: the one tensor, or small per-expert ones stacked; None for none."""
+        if not nodes:
+            return None
+        return self.call(aten.stack.default, nodes) if len(nodes) > 1 else nodes[0]
 
     def weights(self, factors: Sequence[Expr], ids: Node, layout: Dims, dtype: torch.dtype) -> Node:
         """The product of all routing weights as [T, K]; ones where the model has none."""

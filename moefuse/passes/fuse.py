@@ -23,9 +23,23 @@ aten = torch.ops.aten
 def fuse_site(graph: Graph, site: Site, target: str) -> tuple[Node, Node]:
     """Replace the site's node by a mega_moe call bound to `target`; returns the call and the node that stands for it.
 
-    Raises Conflict, with the graph unchanged but for unused nodes, where an operand can't be expressed.
+    Raises Conflict, with the graph unchanged, where an operand can't be expressed.
     """
     emitter = Emitter(graph, site.node, [leaf.node for leaf in operand_leaves(site)])
+    try:
+        call, result = _emit(emitter, site, target)
+    except Conflict:
+        emitter.discard()
+        raise
+    counts = Counts(site)
+    _resize(graph, site, counts)
+    _drop_size_asserts(graph, counts)
+    site.node.replace_all_uses_with(result)
+    return call, result
+
+
+def _emit(emitter: Emitter, site: Site, target: str) -> tuple[Node, Node]:
+    """The call, and its output as the site's node has it."""
     try:
         call = _call(emitter, site, target)
     except (ValueError, TypeError, RuntimeError) as error:  # what the operator's own checks refuse
@@ -35,12 +49,7 @@ def fuse_site(graph: Graph, site: Site, target: str) -> tuple[Node, Node]:
         result = emitter.call(aten.add.Tensor, site.base, result)
     if value(result).dtype != value(site.node).dtype or value(result).dim() != value(site.node).dim():
         raise Conflict(f"the fused output is {value(result).dtype} {tuple(value(result).shape)}")
-    result = _as_strided(emitter, site, result)
-    counts = Counts(site)
-    _resize(graph, site, counts)
-    _drop_size_asserts(graph, counts)
-    site.node.replace_all_uses_with(result)
-    return call, result
+    return call, _as_strided(emitter, site, result)
 
 
 def _resize(graph: Graph, site: Site, counts: Counts) -> None:
@@ -118,6 +127,7 @@ def _call(emitter: Emitter, site: Site, target: str) -> Node:
         restack([emitter.weight(leaf, inner) for leaf in layer.weight2], spec.num_experts),
         restack([emitter.bias(leaf) for leaf in layer.bias1], spec.num_experts),
         restack([emitter.bias(leaf) for leaf in layer.bias2], spec.num_experts),
+        emitter.one_tensor(restack([emitter.bias(leaf) for leaf in layer.row_scale], spec.num_experts)),
         num_experts=spec.num_experts,
         ep_world_size=spec.ep_world_size,
         transpose_weight1=spec.transpose_weight1,
@@ -130,6 +140,9 @@ def _call(emitter: Emitter, site: Site, target: str) -> Node:
         weight_position=spec.weight_position,
         product_dtype=spec.product_dtype,
         output_dtype=spec.output_dtype,
+        row_norm=spec.row_norm,
+        row_norm_eps=spec.row_norm_eps,
+        num_identity_experts=spec.num_identity_experts,
         target=target,
     )
 
@@ -160,7 +173,7 @@ def operand_leaves(site: Site) -> list[Leaf]:
     """All leaves that the node reads: the token rows, ids, routing weights, expert weights and biases."""
     layer = site.layer
     exprs: list[Expr] = [layer.x, layer.ids, *layer.weights, *layer.weight1, *layer.weight2]
-    exprs += [*layer.bias1, *layer.bias2]
+    exprs += [*layer.bias1, *layer.bias2, *layer.row_scale]
     return [leaf for expr in exprs for leaf in walk(expr) if isinstance(leaf, Leaf)]
 
 

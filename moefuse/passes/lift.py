@@ -11,8 +11,9 @@ from torch.fx import Graph, Node
 
 from moefuse.graph.source import common_layer, layer_of
 from moefuse.passes.canonicalize import VIEWS
+from moefuse.patterns.capacity import whole_above
 from moefuse.patterns.engine import Lifted, lift
-from moefuse.patterns.facts import Dot, Fact, Leaf, Lost
+from moefuse.patterns.facts import Dot, Fact, Leaf, Lost, group_axes
 from moefuse.patterns.rules import op_name, value
 from moefuse.patterns.site import Site
 
@@ -43,17 +44,26 @@ def find(graph: Graph, parameters: frozenset[str], lifted: Lifted | None = None)
     taken = {gemm for site in lifted.sites for gemm in site.gemms}
     groups: dict[str, list[Node]] = {}
     for node in graph.nodes:
-        if node not in taken and _expert_like(node, lifted, parameters):
+        if node not in taken and (_expert_like(node, lifted, parameters) or _lost_choice(node, lifted)):
             groups.setdefault(layer_of(node), []).append(node)
     covered = {layer_of(gemm) for gemm in taken}
+    blocks = {layer.rpartition(".")[0] for layer in covered if layer}
     first_loss = _first_losses(graph, lifted) if groups else {}
     lost: dict[tuple[Node, str], list[Node]] = {}
     for layer, gemms in groups.items():
         if layer in covered and layer:
             continue  # a leftover product beside a complete layer in the same module (a shared expert, a norm)
+        routed = any(gemm in first_loss for gemm in gemms)
+        if layer and not routed and layer.rpartition(".")[0] in blocks and _on_every_token(gemms[0], lifted):
+            continue  # a module of shared experts, beside the module of a complete layer
         lost.setdefault(_why(gemms, lifted, first_loss), []).extend(gemms)
     found += [Candidate(common_layer(gemms), node, None, reason) for (node, reason), gemms in lost.items()]
     return sorted(found, key=lambda candidate: candidate.node)
+
+
+def _lost_choice(node: Node, lifted: Lifted) -> bool:
+    """A list of one expert's tokens whose meaning was lost: a loop over experts that isn't understood."""
+    return op_name(node) == "aten::nonzero" and node in lifted.losses
 
 
 def _expert_like(node: Node, lifted: Lifted, parameters: frozenset[str]) -> bool:
@@ -65,7 +75,38 @@ def _expert_like(node: Node, lifted: Lifted, parameters: frozenset[str]) -> bool
         return True
     if op_name(node) not in BATCHED:
         return False
+    if _rank_one(node, lifted) is not None:
+        return True
     return any(_stacked_parameter(arg, lifted, parameters) for arg in node.all_input_nodes)
+
+
+def _rank_one(product: Node, lifted: Lifted) -> Node | None:
+    """The table of which a batched product takes one row per slot, by ids made from a top-k."""
+    for arg in product.all_input_nodes:
+        fact = lifted.facts.get(arg)
+        if not isinstance(fact, Fact) or not isinstance(leaf := fact.expr, Leaf) or len(leaf.selectors) != 1:
+            continue
+        ids = leaf.selectors[0].expr
+        one_row = len(leaf.axes - ids.axes) == 1
+        if (
+            one_row
+            and isinstance(ids, Leaf)
+            and any(op_name(n) == "aten::topk" for n in whole_above({ids.node}))
+        ):
+            return leaf.node
+    return None
+
+
+def _on_every_token(product: Node, lifted: Lifted) -> bool:
+    """True for a batched product whose rows are the same for every expert of the batch."""
+    facts = [lifted.facts.get(arg) for arg in product.all_input_nodes]
+    return any(
+        isinstance(fact, Fact)
+        and len(fact.dims) == 3
+        and len(fact.dims[0]) > 0
+        and group_axes(fact.dims[0]).isdisjoint(fact.expr.axes)
+        for fact in facts
+    )
 
 
 def _stacked_parameter(node: Node, lifted: Lifted, parameters: frozenset[str]) -> bool:
@@ -82,6 +123,8 @@ def _why(gemms: list[Node], lifted: Lifted, first_loss: dict[Node, Node]) -> tup
         text = "no rule connects its weights to a routing: no sorted, gathered or scattered ids reach it"
         if (mixture := _mixture(gemms[0])) is not None:
             text = f"its rows are mixtures of tokens (`{mixture.name}`): soft routing, no choice of experts"
+        if (table := _rank_one(gemms[0], lifted)) is not None:
+            text = f"each slot takes one row of `{table.name}`, not a matrix: experts of rank one have no GEMM to group"
         return gemms[0], f"`{gemms[0].name}`: {text}"
     loss = before or lifted.losses[min(reached)]
     return loss.root.node, explain(loss)

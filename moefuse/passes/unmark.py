@@ -76,7 +76,9 @@ def _drop_size_asserts(graph: Graph, nonzero: Node) -> None:
         for compared in list(size.users):
             bound = value(compared.args[1]) if len(compared.args) > 1 else None
             least = compared.target is operator.ge and isinstance(bound, int) and bound <= 0
-            if compared.args[0] is not size or not (least or (compared.target is operator.le and bound == most)):
+            if compared.args[0] is not size or not (
+                least or (compared.target is operator.le and bound == most)
+            ):
                 continue
             for user in [user for user in compared.users if op_name(user) == "aten::_assert_scalar"]:
                 graph.erase_node(user)

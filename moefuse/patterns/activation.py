@@ -101,11 +101,7 @@ def classify(program: str, gated: bool) -> Classified:
         wanted = programs.evaluate(program, g, u).to(g.dtype)
     except (ValueError, RuntimeError, TypeError) as error:
         raise Conflict(f"the activation can't be run on its own: {error}") from None
-    tree = ast.walk(ast.parse(program, mode="eval"))
-    called = {
-        node.value.id for node in tree if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-    }
-    if not called <= SAMPLED:
+    if not is_sampled(program):
         return Classified(CUSTOM, (), program)
     for swapped in (False, True) if gated else (False,):
         gate, up = (u, g) if swapped else (g, u)
@@ -115,6 +111,15 @@ def classify(program: str, gated: bool) -> Classified:
             if torch.allclose(got, wanted, rtol=RELATIVE, atol=RELATIVE, equal_nan=True):
                 return Classified(name, params, "", swapped)
     return Classified(CUSTOM, (), program)
+
+
+def is_sampled(program: str) -> bool:
+    """True when the program calls only operators that sampling tells apart."""
+    tree = ast.walk(ast.parse(program, mode="eval"))
+    called = {
+        node.value.id for node in tree if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    }
+    return called <= SAMPLED
 
 
 def constants(program: str) -> tuple[float, ...]:

@@ -220,12 +220,27 @@ class Lifter:
         """
         ended = [arg for arg in node.all_input_nodes if self._may_end(arg)]
         for arg in ended:
-            fact = self.result.facts.pop(arg)
+            fact = self.result.facts.get(arg)
             if arg in self._single:
-                self.result.sites.append(self._single.pop(arg))
+                self._end_single(self._single[self._single_end(arg)])
             elif isinstance(fact, Fact):
+                del self.result.facts[arg]
                 self._close(arg, fact)
         return bool(ended)
+
+    def _single_end(self, node: Node) -> Node:
+        """Where the one-slot layer that `node` belongs to ends: at its first node with other than one reader."""
+        chain = [node]
+        while before := [arg for arg in chain[0].all_input_nodes if arg in self._single]:
+            chain.insert(0, before[0])
+        return next((n for n in chain if len(_readers(n)) != 1), node)
+
+    def _end_single(self, site: Site) -> None:
+        """A complete layer; what was taken for further nodes of it, or for a layer of its own, is opaque now."""
+        self.result.sites.append(site)
+        for node in [node for node, other in self._single.items() if other.gemms & site.gemms]:
+            del self._single[node]
+            self.result.facts.pop(node, None)
 
     def _outcome(self, node: Node) -> Outcome:
         if op_name(node) == "getitem":
@@ -266,9 +281,11 @@ class Lifter:
     def _close_single_slot(self) -> None:
         """Layers of one slot at the end of the graph, or read only by what has no meaning."""
         taken = {gemm for site in self.result.sites for gemm in site.gemms}
-        for node, site in self._single.items():
-            if not site.gemms & taken and not any(user in self._single for user in node.users):
-                self.result.sites.append(site)
+        for node, site in list(self._single.items()):
+            readers = _readers(node)
+            goes_on = len(readers) == 1 and readers[0] in self._single
+            if node in self._single and not site.gemms & taken and not goes_on:
+                self._end_single(site)
 
     # --- losses ------------------------------------------------------------------------------------------
 
@@ -320,6 +337,11 @@ def leaf_fact(node: Node) -> Fact:
     shape = val.shape if isinstance(val, torch.Tensor) else ()
     dims: tuple[Group, ...] = tuple(() if sizes.is_one(size) else (Axis(size),) for size in shape)
     return Fact(Leaf(node, dims), dims)
+
+
+def _readers(node: Node) -> list[Node]:
+    """The users that read elements."""
+    return [user for user in node.users if op_name(user) not in READS_NO_ELEMENT]
 
 
 def gemms_of(expr: Expr) -> set[Node]:

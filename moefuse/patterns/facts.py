@@ -254,6 +254,24 @@ class Sum(Expr):
 
 
 @dataclass(frozen=True)
+class Mean(Expr):
+    """The mean of `body` over the features `over` of an expert row: what a norm of the row divides by."""
+
+    body: Expr
+    over: tuple[Axis, ...]
+    node: Node = field(compare=False)
+
+    def parts(self) -> Iterator[Expr]:
+        yield self.body
+
+    def bound(self) -> tuple[Axis, ...]:
+        return self.over
+
+    def rebuilt(self, change: Callable[[Expr], Expr]) -> Expr:
+        return Mean(change(self.body), self.over, self.node)
+
+
+@dataclass(frozen=True)
 class Case:
     """What one expert adds: the sum over `slots` of `rows` where the id (`ids`) is `expert`, found by `source`."""
 
@@ -278,6 +296,11 @@ class Cases(Expr):
     earlier: Node | None = None
     base: Node | None = None
     terms: torch.dtype | None = field(default=None, compare=False)
+
+    @property
+    def hard(self) -> bool:
+        """Also where the last expert returns its tokens as they are: others came before it."""
+        return True
 
     def parts(self) -> Iterator[Expr]:
         yield from (self.case.ids, self.case.rows)

@@ -19,6 +19,7 @@ from moefuse.patterns.facts import (
     Fact,
     Group,
     Leaf,
+    Mean,
     OneHot,
     Op,
     Perm,
@@ -29,6 +30,7 @@ from moefuse.patterns.facts import (
 )
 from moefuse.patterns.init_routing import describe_index, take_by
 from moefuse.patterns.loops import add_case, constant, pick_of, write_back
+from moefuse.patterns.products import row_features
 from moefuse.patterns.router import EXACT, count_of, distinct, topk_of, vanishes, walk
 from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
 from moefuse.patterns.structure import regroup
@@ -52,8 +54,19 @@ def sum_(lift: Lifting, node: Node) -> Outcome:
         isinstance(e, OneHot) and constant(e.at) is not None for e in walk(fact.expr)
     ):
         return Fact(Sum(fact.expr, over, node), rest)  # a token's score for one expert
+    if (size := _features_only(fact.expr, over)) is not None:
+        mean = Mean(fact.expr, over, node)
+        return Fact(Op(torch.ops.aten.mul.Scalar, (mean, float(size)), (), node), rest)
     expr = summed(lift, fact.expr, over, node, value(argument(node, 0)).dtype)
     return None if expr is None else Fact(expr, rest)
+
+
+def _features_only(expr: Expr, over: tuple[Axis, ...]) -> int | None:
+    """How many features the axes run over, if an expert row is reduced over nothing but its own features."""
+    if not expr.hard or not over or not set(over) <= row_features(expr):
+        return None
+    size = sizes.product(axis.size for axis in over)
+    return size if isinstance(size, int) else None
 
 
 def summed(
@@ -65,6 +78,9 @@ def summed(
     """
     if not rows.hard:
         rows = scored_experts(lift, rows, over)
+        experts = {axis for e in walk(rows) if isinstance(e, Dense) for axis in group_axes(e.at)}
+        if not rows.hard and experts and scored_experts(lift, rows, (*over, *experts)).hard:
+            raise Conflict("rows of all experts are not summed over exactly the experts")
     return choose_experts(Sum(rows, over, node, terms=terms)) if rows.hard else None
 
 
@@ -128,7 +144,8 @@ def accumulate(lift: Lifting, node: Node) -> Outcome:
     """base[token] += row for every slot: the sum over the slots of each token."""
     name = op_name(node)
     rows = lift.fact(argument(node, 3))
-    if not rows.expr.hard:
+    identity = bool(rows.dims) and pick_of(rows.dims[0]) is not None  # tokens that go back as they came
+    if not rows.expr.hard and not identity:
         _demand_no_expert_choice(lift, argument(node, 2))
         return None
     if name == "aten::scatter_reduce":
@@ -242,7 +259,24 @@ def _index_node(node: Node) -> Node:
     return found
 
 
-@rule("aten::mean", "aten::amax", "aten::max", "aten::amin", "aten::prod", "aten::logsumexp")
+@rule("aten::mean")
+def mean(lift: Lifting, node: Node) -> Outcome:
+    """The mean over a row's own features is a part of its norm; over anything else it is no sum."""
+    fact = lift.fact(argument(node, 0))
+    rank = len(fact.dims)
+    dims = argument(node, 1, "dim", None)
+    gone = (
+        {int(d) % rank for d in ([dims] if isinstance(dims, int) else dims or range(rank))} if rank else set()
+    )
+    over = tuple(axis for d in sorted(gone) for axis in fact.dims[d] if isinstance(axis, Axis))
+    if len(over) != sum(len(fact.dims[d]) for d in gone) or _features_only(fact.expr, over) is None:
+        return no_sum(lift, node)
+    keep = bool(argument(node, 2, "keepdim", False))
+    rest = tuple(() if d in gone else g for d, g in enumerate(fact.dims) if keep or d not in gone)
+    return Fact(Mean(fact.expr, over, node), rest)
+
+
+@rule("aten::amax", "aten::max", "aten::amin", "aten::prod", "aten::logsumexp")
 def no_sum(lift: Lifting, node: Node) -> Outcome:
     """Reductions that are no sum: a meaning that the fused node doesn't have."""
     fact = lift.fact(argument(node, 0))

@@ -8,6 +8,7 @@ import torch
 from torch.fx import Node
 
 from moefuse.graph import sizes
+from moefuse.patterns.capacity import dropped
 from moefuse.patterns.facts import (
     Axis,
     Case,
@@ -55,6 +56,8 @@ def nonzero(lift: Lifting, node: Node) -> Outcome:
     """The slots whose id is one expert's number; each column is an index into one dimension of the ids."""
     mask = lift.fact(argument(node, 0))
     if not isinstance(mask.expr, OneHot) or (expert := constant(mask.expr.at)) is None:
+        if reason := dropped(argument(node, 0)):
+            raise Conflict(reason, argument(node, 0))
         return None
     if covers(Fact(mask.expr.ids, mask.dims)) is None:
         raise Conflict("an expert's slots are looked for in a part of the ids only")

@@ -5,13 +5,14 @@ bias.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Node
 
-from moefuse.patterns.facts import Axis, Conflict, Const, Dot, Expr, Leaf, Op
-from moefuse.patterns.router import strip_casts
+from moefuse.patterns.facts import Axis, Conflict, Const, Dense, Dot, Expr, Leaf, Mean, Op, group_axes
+from moefuse.patterns.router import ROUNDING, is_rounding, strip_casts, walk
+from moefuse.patterns.rules import op_name, value
 
 MUL = (torch.ops.aten.mul.Tensor, torch.ops.aten.mul.Scalar)
 DIV = (torch.ops.aten.div.Tensor, torch.ops.aten.div.Scalar)
@@ -27,10 +28,17 @@ def factors(expr: Expr) -> list[Expr]:
         divisor = _as_expr(inner.args[1])
         if isinstance(divisor, Const) and divisor.value != 0:
             return [*factors(_as_expr(inner.args[0])), Const(1 / divisor.value)]
-        if not isinstance(divisor, Const) and not divisor.hard:
+        if not isinstance(divisor, Const) and (not divisor.hard or means(divisor)):
             inverse = Op(torch.ops.aten.reciprocal.default, (divisor,), (), inner.node)
             return [*factors(_as_expr(inner.args[0])), inverse]
     return [] if inner == Const(1.0) else [inner if inner.hard else expr]
+
+
+def means(expr: Expr) -> set[Mean]:
+    """The means over features in an expression, those inside of a GEMM's operands left out."""
+    if isinstance(expr, Mean):
+        return {expr}
+    return set() if isinstance(expr, Dot) else {mean for part in expr.parts() for mean in means(part)}
 
 
 def _as_expr(arg: object) -> Expr:
@@ -41,9 +49,8 @@ def _as_expr(arg: object) -> Expr:
     raise Conflict(f"a factor that is no number: {arg}")
 
 
-def split_factors(expr: Expr) -> tuple[Expr, list[Expr]]:
+def split_factors(every: list[Expr]) -> tuple[Expr, list[Expr]]:
     """(the one hard factor, the soft ones)."""
-    every = factors(expr)
     hard = [f for f in every if f.hard]
     if len(hard) != 1:
         raise Conflict(f"a product of {len(hard)} expert outputs where one is expected")
@@ -52,21 +59,25 @@ def split_factors(expr: Expr) -> tuple[Expr, list[Expr]]:
 
 @dataclass(frozen=True)
 class Linear:
-    """rows @ weight (+ bias): one expert GEMM."""
+    """rows @ weight (+ bias): one expert GEMM.
+
+    dtype: that in which it runs; `weight` is the tensor as it is stored, before any cast to it.
+    """
 
     rows: Expr
     weight: Leaf
     over: tuple[Axis, ...]
     bias: Leaf | None
     node: Node
+    dtype: torch.dtype
 
 
 def linear(expr: Expr) -> Linear | None:
     """The GEMM, with its bias, that an expression is; None for anything else."""
     inner = strip_casts(expr)
     if isinstance(inner, Dot) and inner.expert:
-        weight, rows = _weight_of(inner)
-        return Linear(rows, weight, inner.over, None, inner.node)
+        weight, dtype, rows = _weight_of(inner)
+        return Linear(rows, weight, inner.over, None, inner.node, dtype)
     if not isinstance(inner, Op) or inner.target not in ADD or dict(inner.kwargs).get("alpha", 1) != 1:
         return None
     for one, other in (inner.args[:2], inner.args[1::-1]):
@@ -76,21 +87,44 @@ def linear(expr: Expr) -> Linear | None:
         if product is None or product.bias is not None or not isinstance(bias, Leaf):
             continue
         if len(bias.selectors) == len(product.weight.selectors):
-            return Linear(product.rows, product.weight, product.over, bias, product.node)
+            return replace(product, bias=bias)
     return None
 
 
-def _weight_of(dot: Dot) -> tuple[Leaf, Expr]:
-    """Which operand of an expert product is the weight, and the other one. In a loop the weight stands second."""
+def _weight_of(dot: Dot) -> tuple[Leaf, torch.dtype, Expr]:
+    """(the weight, the dtype of the product, the rows). In a loop the weight stands second.
+
+    A cast of what was selected is a cast of the weight, and so is a cast before the selection: the node casts each
+    expert's weight as it uses it, where a cast of all of them would be a copy of the model per call.
+    """
     for weight, rows in ((dot.b, dot.a), (dot.a, dot.b)):
         leaf = strip_casts(weight)
         if isinstance(leaf, Leaf) and len(leaf.selectors) == 1 and leaf.axes >= set(dot.over):
-            if leaf is not weight:
-                raise Conflict(f"expert weights `{leaf.node.name}` are cast after they were selected")
-            return leaf, rows
+            return *_stored(weight), rows
     if isinstance(dot.b, Leaf) and not dot.b.selectors and dot.b.axes >= set(dot.over):
-        return dot.b, dot.a
+        return *_stored(dot.b), dot.a
     raise Conflict(f"the weights of `{dot.node.name}` are not selected by the routing")
+
+
+def _stored(weight: Expr) -> tuple[Leaf, torch.dtype]:
+    """(a weight as it is stored, the dtype that its casts between float dtypes end in)."""
+    casts: list[torch.dtype] = []
+    while isinstance(weight, Op) and is_rounding(weight):
+        casts.append(value(weight.node).dtype)
+        weight = weight.args[0]
+    assert isinstance(weight, Leaf)
+    node = weight.node
+    while op_name(node) == "aten::_to_copy" and isinstance(source := node.args[0], Node):
+        if value(source).dtype not in ROUNDING or value(source).device != value(node).device:
+            break
+        casts.append(value(node).dtype)
+        node = source
+    stored = value(node).dtype
+    final = casts[0] if casts else stored
+    for between in casts:  # one that loses digits on the way to a wider dtype is no detail
+        if between not in (torch.promote_types(between, final), torch.promote_types(between, stored)):
+            raise Conflict(f"expert weights `{node.name}` are rounded to {between} on the way to {final}")
+    return Leaf(node, weight.index), final
 
 
 def times(every: list[Expr]) -> Expr:
@@ -109,3 +143,12 @@ def first_gemms(expr: Expr) -> list[Linear]:
     for part in expr.parts():
         result.extend(f for f in first_gemms(part) if f not in result)
     return result
+
+
+def row_features(expr: Expr) -> set[Axis]:
+    """The output features of the expert GEMMs in a row: what is neither token, slot nor expert."""
+    found: set[Axis] = set()
+    for one in first_gemms(expr):
+        selected = {axis for at in one.weight.selectors for axis in at.expr.axes}
+        found |= one.weight.axes - set(one.over) - selected
+    return found - {axis for e in walk(expr) if isinstance(e, Dense) for axis in group_axes(e.at)}

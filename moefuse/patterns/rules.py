@@ -79,7 +79,9 @@ def rule_for(node: Node) -> Rule | None:
     """The rule of the node's operator; pointwise operators share one."""
     if (found := _RULES.get(op_name(node))) is not None:
         return found
-    if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags:
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
+        return None  # what is written in place has two meanings
+    if torch.Tag.pointwise in node.target.tags:
         return _RULES["pointwise"]
     return None
 

@@ -16,8 +16,9 @@ import torch
 from torch.fx import Node
 
 from moefuse.graph import sizes
-from moefuse.ops.spec import GateUp, MoeSpec, WeightPosition
+from moefuse.ops.spec import GateUp, MoeSpec, RowNorm, WeightPosition
 from moefuse.patterns.activation import Classified, classify, to_program, upcast
+from moefuse.patterns.capacity import dropped
 from moefuse.patterns.facts import (
     Axis,
     Case,
@@ -39,8 +40,9 @@ from moefuse.patterns.facts import (
 )
 from moefuse.patterns.loops import all_cases
 from moefuse.patterns.pieces import piece_at
-from moefuse.patterns.products import Linear, factors, first_gemms, linear, split_factors, times
+from moefuse.patterns.products import Linear, factors, first_gemms, linear, means, split_factors, times
 from moefuse.patterns.router import chosen_from, strip_casts, walk
+from moefuse.patterns.row_norm import take_norm
 from moefuse.patterns.rules import Lifting, argument, value
 from moefuse.patterns.unify import bind
 from moefuse.patterns.weights import Span, demand_whole, in_order, is_transposed, layout, span
@@ -52,7 +54,8 @@ class Layer:
 
     tokens, slots: the axes of T (as the token row is indexed) and of K. hidden, inner, features: those of H, I, O.
     weight1: one weight per expert tensor (gate and up together, or a plain expert), or gates, then ups. Stacked
-    weights are selected by `ids`; a loop has one tensor per expert.
+    weights are selected by `ids`; a loop has one tensor per expert. row_scale: as weight2, or one shared by all.
+    identities: how many experts behind the last one return the token's row.
     """
 
     tokens: tuple[Axis, ...]
@@ -71,7 +74,11 @@ class Layer:
     activation: Classified
     activation_dtype: torch.dtype | None
     weight_position: WeightPosition
+    row_norm: RowNorm
+    row_norm_eps: float
+    row_scale: tuple[Leaf, ...]
     gemms: frozenset[Node]
+    identities: int = 0
 
     @property
     def stacked(self) -> bool:
@@ -101,6 +108,7 @@ class Site:
     spec: MoeSpec = field(init=False)
 
     def __post_init__(self) -> None:
+        _demand_no_drops(self.layer)
         self.spec = _spec(self)
 
     @property
@@ -146,16 +154,22 @@ def describe(
     lift: Lifting, body: Expr, slots: tuple[Axis, ...], dims: Dims, case_ids: Expr | None = None
 ) -> Layer:
     """The layer that sums `body` over `slots`. case_ids: the ids of a loop, whose weights aren't selected by them."""
-    core, outputs = split_factors(body)
+    every, norm = take_norm(factors(body))
+    core, outputs = split_factors(every)
     second = linear(core)
     if second is None:
         raise Conflict(_unexpected(core, "between the second expert GEMM and the combine"))
     program, mids = _split_activation(second.rows)
+    if means(program):
+        raise Conflict("a mean over the features of a row stands between the expert GEMMs")
     firsts = first_gemms(program)
     if not firsts:
         raise Conflict("no first expert GEMM feeds the second one")
+    if len(dtypes := {one.dtype for one in (second, *firsts)}) != 1:
+        raise Conflict(f"the expert GEMMs run in different dtypes: {', '.join(sorted(map(str, dtypes)))}")
     x, inputs = _token_rows(lift, firsts, slots)
-    ids = _same_ids([second, *firsts], case_ids)
+    scale = (norm.scale,) if norm is not None and norm.scale is not None else ()
+    ids = _same_ids([second, *firsts], case_ids, scale)
     hidden = firsts[0].over
     tokens = _token_axes(x, hidden, ids, slots)
     position = _position(outputs, mids, inputs)
@@ -164,7 +178,15 @@ def describe(
     features = in_order(second.weight, own)
     if set(features) != set(own):
         raise Conflict("the output has dimensions besides the token's and the features")
-    for leaf, axes in ((second.weight, second.over), (second.weight, features), (second.bias, features)):
+    if norm is not None and norm.features != set(features):
+        raise Conflict("expert rows are normalised over a part of their features")
+    whole = [(leaf, features) for leaf in scale]
+    for leaf, axes in (
+        *whole,
+        (second.weight, second.over),
+        (second.weight, features),
+        (second.bias, features),
+    ):
         if leaf is not None:
             demand_whole(leaf, axes)
     gate_up, ordered, activation, activation_dtype = _gate_up(program, firsts, second.over)
@@ -185,6 +207,9 @@ def describe(
         activation=activation,
         activation_dtype=activation_dtype,
         weight_position=position,
+        row_norm=norm.kind if norm is not None else "none",
+        row_norm_eps=norm.eps if norm is not None else 0.0,
+        row_scale=scale,
         gemms=frozenset([second.node, *(f.node for f in firsts)]),
     )
 
@@ -198,8 +223,14 @@ def merge(lift: Lifting, cases: list[Case], dims: Dims) -> Layer:
     if (routed := chosen_from(cases[0].ids)) is not None and routed > len(numbers):
         raise Conflict(f"the loop has {len(numbers)} of the {routed} experts that the router chooses from")
     cases = sorted(cases, key=lambda case: case.expert)
+    own = next((i for i, case in enumerate(cases) if not case.rows.hard), len(cases))
+    cases, identities = cases[:own], cases[own:]
+    if not cases:
+        raise Conflict("no expert of the loop has a GEMM")
     layers = [describe(lift, case.rows, case.slots, dims, case.ids) for case in cases]
     first = layers[0]
+    for case in identities:
+        _demand_identity(case, first)
     layers = [first, *(_renamed(layer, first, expert) for expert, layer in enumerate(layers[1:], 1))]
     parts = range(len(first.weight1))
     return replace(
@@ -208,8 +239,34 @@ def merge(lift: Lifting, cases: list[Case], dims: Dims) -> Layer:
         weight2=tuple(layer.weight2[0] for layer in layers),
         bias1=tuple(layer.bias1[part] for part in range(len(first.bias1)) for layer in layers),
         bias2=tuple(layer.bias2[0] for layer in layers if layer.bias2),
+        row_scale=_one_if_shared([layer.row_scale[0] for layer in layers if layer.row_scale]),
         gemms=frozenset().union(*(layer.gemms for layer in layers)),
+        identities=len(identities),
     )
+
+
+def _demand_identity(case: Case, first: Layer) -> None:
+    """Demand that an expert without a GEMM returns the row that the others read, weighted as theirs."""
+    if case.rows.hard:
+        raise Conflict(f"expert {case.expert} of the loop has GEMMs, an expert before it has none")
+    if len(case.slots) != len(first.slots) or len(first.hidden) != len(first.features):
+        raise Conflict(f"expert {case.expert} of the loop runs over other indices than expert 0")
+    slots: dict[Axis, Group] = {a: (b,) for a, b in zip(case.slots, first.slots, strict=True)}
+    if bind(case.ids, slots) != first.ids:
+        raise Conflict(f"expert {case.expert} of the loop has other ids than expert 0")
+    every = factors(bind(case.rows, slots))
+    rows = [f for f in every if f.axes & set(first.features)]
+    as_output: dict[Axis, Group] = {a: (b,) for a, b in zip(first.hidden, first.features, strict=True)}
+    if len(rows) != 1 or strip_casts(rows[0]) != strip_casts(bind(first.x, as_output)):
+        raise Conflict(f"expert {case.expert} of the loop has no GEMM, and doesn't return the token's row")
+    if _dtype(rows[0]) != _dtype(first.x):
+        raise Conflict(f"expert {case.expert} of the loop returns rows of another dtype than experts read")
+    if tuple(f for f in every if f is not rows[0]) != first.weights:
+        raise Conflict(f"expert {case.expert} of the loop has other routing weights than expert 0")
+
+
+def _one_if_shared(leaves: list[Leaf]) -> tuple[Leaf, ...]:
+    return tuple(leaves[:1] if len({leaf.node for leaf in leaves}) == 1 else leaves)
 
 
 def _renamed(other: Layer, first: Layer, expert: int) -> Layer:
@@ -228,6 +285,8 @@ def _renamed(other: Layer, first: Layer, expert: int) -> Layer:
         == (first.activation, first.activation_dtype),
         "weight layout": other.gate_up == first.gate_up and len(other.weight1) == len(first.weight1),
         "weight position": other.weight_position == first.weight_position,
+        "norm": (other.row_norm, other.row_norm_eps, len(other.row_scale))
+        == (first.row_norm, first.row_norm_eps, len(first.row_scale)),
         "biases": (len(other.bias1), len(other.bias2)) == (len(first.bias1), len(first.bias2)),
     }
     for what, equal in same.items():
@@ -243,6 +302,7 @@ def _renamed(other: Layer, first: Layer, expert: int) -> Layer:
         weight2=leaves(other.weight2),
         bias1=leaves(other.bias1),
         bias2=leaves(other.bias2),
+        row_scale=leaves(other.row_scale),
     )
 
 
@@ -296,7 +356,7 @@ def _token_rows(lift: Lifting, firsts: list[Linear], slots: tuple[Axis, ...]) ->
     assert rows is not None
     if rows.hard:
         raise Conflict("the token rows are the outputs of other experts")
-    dtype = value(firsts[0].weight.node).dtype
+    dtype = firsts[0].dtype
     if _dtype(rows) != dtype:  # a cast of the whole product, the routing weight included
         rows = Op(torch.ops.aten._to_copy.default, (rows,), (("dtype", dtype),))
     return rows, weights
@@ -314,13 +374,18 @@ def _per_slot(leaf: Leaf, over: tuple[Axis, ...], slots: tuple[Axis, ...]) -> bo
     return not leaf.axes.isdisjoint(over) and not leaf.axes.isdisjoint(slots) and not leaf.selectors
 
 
-def _same_ids(linears: list[Linear], case_ids: Expr | None) -> Leaf:
-    """The ids that select every weight and bias; in a loop the ids that were compared with the expert's number."""
+def _same_ids(linears: list[Linear], case_ids: Expr | None, scale: tuple[Leaf, ...]) -> Leaf:
+    """The ids that select every weight, bias and row scale (unless all experts share it).
+
+    In a loop: those that were compared with the expert's number.
+    """
     if case_ids is not None:
-        if not isinstance(case_ids, Leaf) or any(one.weight.selectors for one in linears):
+        selected = any(leaf.selectors for leaf in (*(one.weight for one in linears), *scale))
+        if not isinstance(case_ids, Leaf) or selected:
             raise Conflict("a loop over experts whose weights are selected by ids once more")
         return case_ids
     leaves = [leaf for one in linears for leaf in (one.weight, one.bias) if leaf is not None]
+    leaves += [leaf for leaf in scale if leaf.selectors]
     chosen = [leaf.selectors[0].expr if len(leaf.selectors) == 1 else None for leaf in leaves]
     first = chosen[0]
     if not isinstance(first, Leaf):
@@ -418,14 +483,20 @@ def _one_per_tensor(leaves: list[Leaf], gate_up: GateUp) -> tuple[Leaf, ...]:
     return tuple(leaves if gate_up == "separate" else leaves[:1])
 
 
+def _demand_no_drops(layer: Layer) -> None:
+    leaves = [e for expr in (layer.ids, *layer.weights) for e in walk(expr) if isinstance(e, Leaf)]
+    for node in dict.fromkeys(leaf.node for leaf in leaves):
+        if reason := dropped(node):
+            raise Conflict(reason, node)
+
+
 def _spec(site: Site) -> MoeSpec:
     """What the site computes, without the graph."""
     layer = site.layer
     inner = frozenset(layer.inner)
-    parameters = [*layer.weight1, *layer.weight2, *layer.bias1, *layer.bias2]
-    dtypes = {value(leaf.node).dtype for leaf in parameters}
+    dtypes = {value(leaf.node).dtype for leaf in (*layer.weight1, *layer.weight2)}
     if len(dtypes) != 1:
-        raise Conflict(f"the layer's weights and biases have different dtypes: {sorted(map(str, dtypes))}")
+        raise Conflict(f"the layer's weights have different dtypes: {', '.join(sorted(map(str, dtypes)))}")
     count = _experts(layer)
     orientations = [{is_transposed(leaf, layer.contracted(leaf)) for leaf in layer.weight1}]
     orientations.append({is_transposed(leaf, inner) for leaf in layer.weight2})
@@ -455,8 +526,12 @@ def _spec(site: Site) -> MoeSpec:
         activation_program=layer.activation.program,
         activation_dtype=layer.activation_dtype,
         weight_position=layer.weight_position,
+        row_norm=layer.row_norm,
+        row_norm_eps=layer.row_norm_eps,
+        has_row_scale=bool(layer.row_scale),
+        num_identity_experts=layer.identities,
         has_router_weight=any(not isinstance(factor, Const) for factor in layer.weights),
-        ids_checked=chosen_from(layer.ids) == count,
+        ids_checked=chosen_from(layer.ids) == count + layer.identities,
     )
 
 

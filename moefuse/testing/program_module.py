@@ -46,6 +46,7 @@ class ProgramModule(torch.nn.Module):
         self.b1 = parameter(size.experts, rows) if program.bias else None
         self.b3 = parameter(size.experts, rows) if program.bias and program.gate_up == "separate" else None
         self.b2 = parameter(size.experts, size.hidden) if program.bias else None
+        self.norm_scale = parameter(size.hidden) if program.norm != "none" else None
         self._noise = random.Random()
 
     def forward(
@@ -279,10 +280,19 @@ class ProgramModule(torch.nn.Module):
             hidden = self._plain(first)
         if factor is not None and p.position == "mid":
             hidden = (hidden * factor.unsqueeze(-1)).to(p.dtype)
-        out = linear(hidden, self.w2, self.b2)
+        out = self._normed(linear(hidden, self.w2, self.b2))
         if factor is not None and p.position == "output":
             out = (out * factor.unsqueeze(-1)).to(p.dtype)
         return self._no_op(out)
+
+    def _normed(self, rows: Tensor) -> Tensor:
+        """Each row [..., H] under the program's norm."""
+        norm, scale = self.program.norm, self.norm_scale
+        if scale is None:
+            return rows
+        wide = rows.float() * scale.float() if norm == "scaled_rms" else rows.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 0.25)
+        return (wide if norm == "scaled_rms" else wide * scale.float()).to(rows.dtype)
 
     def _halve(self, value: Tensor) -> tuple[Tensor, Tensor]:
         """gate, up [..., I] of [..., 2 I], in the program's layout."""

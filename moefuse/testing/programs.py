@@ -81,6 +81,7 @@ COMBINES: dict[str, tuple[str, ...]] = {
     "map_pieces": ("index_add", "scatter_add", "put_accumulate"),
 }
 FACTORS = ("weight", "weight_constant", "weight_scale", "weight_scale_constant", "none")
+NORMS = ("none", "none", "none", "rms", "scaled_rms")
 TRAPS = (
     *("mean", "amax", "partial", "twice", "residual_base", "escape", "wrong_token"),
     *("shifted_cut", "swapped_weights", "swapped_pieces", "skipped_expert", "other_order"),
@@ -114,6 +115,7 @@ class Program:
     noise: int
     trap: str
     seed: int
+    norm: str = "none"
 
     @property
     def gated(self) -> bool:
@@ -125,6 +127,8 @@ class Program:
         """True when moefuse must find this layer."""
         if self.trap or self.sizes.experts == 1:
             return False  # one expert is a plain feed-forward network: no routing is left in its graph
+        if self.norm != "none" and self.dispatch == "dense":
+            return False  # every expert on every token, then a norm: no rule opens that
         if self.dispatch in ("pieces", "map_pieces") and self.sizes.tokens * self.sizes.top_k == 1:
             return False  # a single slot has no order that could be cut
         if self.dispatch == "where":
@@ -202,6 +206,7 @@ def draw_program(choose: Choose, *, traps: bool = False) -> Program:
         noise=choose((0, 1, 2, 3)),
         trap=choose([t for t in TRAPS if _trap_fits(t, dispatch, combine)]) if traps else "",
         seed=choose(range(1000)),
+        norm=choose(NORMS),
     )
 
 

@@ -149,7 +149,9 @@ def test_a_wrong_loop_leaves_the_others_alone() -> None:
     model = Stack(models.HitList(), models.FewSkipped(), models.HitList()).eval()
     x = torch.randn(9, H)
     reports, (got,) = reports_of(model, x)
-    assert sum(report.fused for report in reports) >= 1, "the graph breaks: one graph of the class serves both"
+    assert sum(report.fused for report in reports) >= 1, (
+        "the graph breaks: one graph of the class serves both"
+    )
     (refused,) = [site for report in reports for site in report.sites if site.check == "loop"]
     assert refused.layer == "layers.1"
     torch.testing.assert_close(got, model(x), atol=FP32, rtol=FP32)
@@ -190,7 +192,9 @@ def test_after_an_error_the_model_is_as_it_was() -> None:
     fused = moefuse.compile(model, inner="eager")
     x = torch.randn(9, H)
     with torch.no_grad():
-        with pytest.raises(Exception, match="must have same reduction dim|size mismatch|cannot be multiplied"):
+        with pytest.raises(
+            Exception, match="must have same reduction dim|size mismatch|cannot be multiplied"
+        ):
             fused(torch.randn(9, H + 1))
         assert not any("forward" in vars(module) for module in model.modules())
         torch.testing.assert_close(fused(x), model(x), atol=FP32, rtol=FP32)

@@ -109,6 +109,8 @@ BASES: dict[str, Callable[[], Base]] = {
     "weighted input, H = I": program(INPUT, SQUARE),
     "dense, T = E": program(DENSE, T_IS_E),
     "dense, all the same": program(DENSE, ALL_SAME),
+    "normed rows, H = I": program(replace(INVERSE, norm="scaled_rms"), SQUARE),
+    "normed rows, T = K": program(replace(GPT_FAST, norm="rms"), T_IS_K),
     "two layers": two_layers(
         replace(INVERSE, router="topk_softmax"), replace(INVERSE, router="topk_softmax")
     ),

@@ -43,6 +43,31 @@ NO_OPS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def test_a_temporary_result_is_not_written_in_place() -> None:
+    def norm(x: Tensor) -> Tensor:
+        return torch.nn.functional.rms_norm(x, (16,), None, 1e-6)
+
+    assert "add_" in ops(capture_graph(norm, (X,)).graph_module)
+    assert canonical(norm, X) == ["pow", "mean", "add", "rsqrt", "mul"]
+
+
+@pytest.mark.parametrize("readers", [1, 2])
+@pytest.mark.parametrize("source", ["placeholder", "sin", "t"])
+def test_only_a_temporary_result_is_spared_the_write(source: str, readers: int) -> None:
+    graph = torch.fx.Graph()
+    node = graph.placeholder("x")
+    node.meta["val"] = X
+    if source != "placeholder":
+        node = graph.call_function(getattr(torch.ops.aten, source).default, (node,))
+        node.meta["val"] = X.t() if source == "t" else X
+    written = graph.call_function(torch.ops.aten.add_.Scalar, (node, 1.0))
+    written.meta["val"] = node.meta["val"]
+    graph.output([written, node][:readers])
+    canonicalize(graph, training=False)
+    in_place = written.target is torch.ops.aten.add_.Scalar
+    assert in_place == (source != "sin" or readers == 2)
+
+
 @pytest.mark.parametrize("name", NO_OPS)
 def test_views_that_change_nothing_go(name: str) -> None:
     assert canonical(NO_OPS[name], X) == ["add"]

@@ -12,8 +12,11 @@ from torch.testing import FileCheck
 import moefuse
 from moefuse.graph.dump import to_text
 from moefuse.options import Options
-from moefuse.passes import pipeline
+from moefuse.passes import fuse, pipeline
+from moefuse.passes.emit import Emitter
+from moefuse.patterns.facts import Conflict
 from moefuse.patterns.rules import op_name
+from moefuse.patterns.site import Site
 from moefuse.report.model import LayerReport
 from tests.patterns.spelling import (
     E,
@@ -81,7 +84,7 @@ def test_a_whole_layer_becomes_one_node() -> None:
 
 def test_what_surrounds_a_layer_stays_to_the_letter() -> None:
     def model(x: Tensor, ids: Tensor, w: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        x = torch.nn.functional.rms_norm(x, (H,))
+        x = torch.nn.functional.layer_norm(x, (H,))
         return (grouped(x, ids, w, w1, w2).float() + x).view(2, 3, H)
 
     result = study(model, *operands())
@@ -281,3 +284,21 @@ def test_fusing_again_finds_nothing() -> None:
     again = pipeline.run(gm, frozenset(), Options(), training=False)
     assert not again.layers
     assert len(mega(gm)) == 1
+
+
+@pytest.mark.parametrize("error", [Conflict("no way"), TypeError("row_scale: got torch.int32")])
+def test_a_layer_that_cannot_be_expressed_leaves_no_node_behind(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without anything else to fuse nothing removes unused nodes, and an unused mega_moe would run."""
+
+    def fail(emitter: Emitter, site: Site, target: str) -> Node:
+        emitter.call(torch.ops.aten.relu.default, site.layer.weight2[0].node)
+        raise error
+
+    monkeypatch.setattr(fuse, "_call", fail)
+    result = study(grouped, *operands())
+    before = calls(result.graph_module)
+    gm, (layer,) = rewritten(result)
+    assert calls(gm) == before
+    assert (layer.fused, layer.check) == (False, "emit")

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 from torch.fx import Graph
 
+import moefuse
 from moefuse.passes.lift import Candidate, explain, find
 from moefuse.patterns.facts import Lost
 from tests.patterns.spelling import E, H, K, T, gathered, grouped, operands, slot_rows, study, swiglu
@@ -92,8 +94,68 @@ class Block(torch.nn.Module):
         return gathered(x, ids, weights, self.w1, self.w2) + swiglu(shared) @ self.w2[0].t()
 
 
+def test_a_loop_whose_choices_are_lost_is_a_candidate() -> None:
+    from tests.patterns.test_capacity import LOGITS, by_mask
+
+    x, _, _, w1, w2 = operands(torch.float32)
+    (found,) = candidates(by_mask, x, LOGITS, w1, w2)
+    assert found.site is None
+    assert found.node.name == "nonzero"
+    assert "those beyond it are dropped" in found.reason
+
+
+@pytest.mark.parametrize("routed", [True, False])
+def test_experts_of_rank_one(routed: bool) -> None:
+    """Rows of two tables for each slot; the same products with rows that no top-k chose are no MoE layer."""
+
+    def forward(x: Tensor, scores: Tensor, ids: Tensor, down: Tensor, up: Tensor) -> Tensor:
+        weights, chosen = scores.topk(K)
+        chosen = chosen * 2 % E if routed else ids
+        h = torch.nn.functional.silu(torch.bmm(down[chosen], x.unsqueeze(-1)).squeeze(-1)) * weights
+        return torch.bmm(h.unsqueeze(1), up[chosen]).squeeze(1)
+
+    tables = torch.randn(E, H), torch.randn(E, H)
+    found = candidates(forward, torch.randn(T, H), torch.randn(T, E), torch.zeros(T, K).long(), *tables)
+    assert len(found) == routed
+    assert all("each slot takes one row of `down`, not a matrix" in one.reason for one in found)
+
+
+class SharedExperts(torch.nn.Module):
+    """Two experts for every token, weighed by its router; `apart` gives each rows of its own."""
+
+    def __init__(self, apart: bool) -> None:
+        super().__init__()
+        _, _, _, w1, w2 = operands(torch.float32)
+        self.w1, self.w2 = torch.nn.Parameter(w1[:2]), torch.nn.Parameter(w2[:2])
+        self.router, self.apart = torch.nn.Linear(H, 2), apart
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.stack([x, x.flip(0)]) if self.apart else x.expand(2, T, H)
+        gammas = self.router(x).sigmoid().t().unsqueeze(-1)
+        h = swiglu(torch.bmm(rows, self.w1.transpose(1, 2))) * gammas
+        return torch.bmm(h, self.w2.transpose(1, 2)).sum(0)
+
+
+class TwoModules(torch.nn.Module):
+    def __init__(self, apart: bool) -> None:
+        super().__init__()
+        self.experts = Block()
+        self.shared = SharedExperts(apart)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts(x) + self.shared(x)
+
+
+@pytest.mark.parametrize(("apart", "unfused"), [(False, []), (True, ["shared"])])
+def test_shared_experts_in_a_module_beside_a_layer(apart: bool, unfused: list[str]) -> None:
+    """No layer of their own; but what nothing explains is said aloud."""
+    model = TwoModules(apart).requires_grad_(False)
+    report = moefuse.explain(model, operands(torch.float32)[0])
+    assert [site.layer for site in report.sites if not site.fused] == unfused
+    assert report.fused == 1
+
+
 def test_a_shared_expert_beside_a_layer_is_no_candidate() -> None:
-    import moefuse
 
     model = torch.nn.Sequential(Block(), Block()).requires_grad_(False)
     report = moefuse.explain(model, operands(torch.float32)[0])

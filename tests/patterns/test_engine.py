@@ -1,6 +1,7 @@
 """The pass over the graph: losses and their causes, leaves opened on demand, linear time."""
 
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +11,19 @@ from torch.fx import Graph
 from moefuse.patterns.engine import Lifter, leaf_fact, lift
 from moefuse.patterns.facts import Leaf
 from moefuse.patterns.rules import argument, op_name, rule, rule_for
-from tests.patterns.spelling import E, H, K, T, gathered, grouped, operands, slot_rows, sorted_rows, study
+from tests.patterns.spelling import (
+    E,
+    H,
+    K,
+    T,
+    gathered,
+    grouped,
+    operands,
+    slot_rows,
+    sorted_rows,
+    study,
+    swiglu,
+)
 
 
 def test_every_call_gets_fresh_axes() -> None:
@@ -142,3 +155,41 @@ def test_arguments_by_position_and_by_name() -> None:
     assert argument(node, 1, "dim") == [0]
     assert argument(node, 2, "keepdim", False) is True
     assert argument(node, 9, "nothing", 5) == 5
+
+
+# --- one slot per token: where such a layer ends -----------------------------------------------------------
+
+READERS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
+    "the layer and a copy": lambda y: (y, y.clone()),
+    "two views": lambda y: (y.view(-1), y.view(2, 3, H)),
+    "the layer and a cast": lambda y: (y.bfloat16(), y),
+    "a sum of all, and the layer": lambda y: (y, y * 2, y.sum()),
+    "a residual and a copy of a view": lambda y: (y.view(2, 3, H) + 1, y.view(2, 3, H).clone()),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_layer_of_one_slot_may_have_several_readers(name: str) -> None:
+    """What follows could still belong to it, as a factor does; but from where several read it, it is complete."""
+
+    def forward(x: Tensor, ids: Tensor, w: Tensor, w1: Tensor, w2: Tensor) -> tuple[Tensor, ...]:
+        own = ids[:, 0]
+        h = torch.einsum("th,toh->to", x, w1[own])
+        return READERS[name](torch.einsum("ti,toi->to", swiglu(h), w2[own]) * w)
+
+    result = study(forward, *operands(torch.float32, k=1))
+    assert result.site.node.name.startswith("mul"), "with its routing weight"
+    assert result.site.spec.has_router_weight
+    result.fused()
+
+
+def test_rows_of_one_slot_that_others_read_end_the_layer_before_the_weight() -> None:
+    def forward(x: Tensor, ids: Tensor, w: Tensor, w1: Tensor, w2: Tensor) -> tuple[Tensor, ...]:
+        own = ids[:, 0]
+        h = torch.einsum("th,toh->to", x, w1[own])
+        rows = torch.einsum("ti,toi->to", swiglu(h), w2[own])
+        return rows * w, rows.norm(dim=-1)
+
+    result = study(forward, *operands(torch.float32, k=1))
+    assert not result.site.spec.has_router_weight
+    result.fused()

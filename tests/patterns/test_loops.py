@@ -1,6 +1,6 @@
 """Loops over experts: a layer is every expert once, with the same body and its own weights; all else is refused."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moefuse.patterns.facts import Fact
-from tests.patterns.spelling import E, H, Study, T, operands, study, swiglu
+from tests.patterns.spelling import E, H, K, Study, T, operands, study, swiglu
 
 
 def loop(
@@ -158,3 +158,101 @@ def test_every_expert_on_every_token_masked_is_a_layer(score: str) -> None:
 )
 def test_what_is_no_masked_layer(changes: dict[str, object], words: str) -> None:
     every_token(**changes).refused(words)
+
+
+# --- experts that return their tokens --------------------------------------------------------------------
+
+Z = 2
+
+
+def _identity_loop(
+    last: int = E + Z,
+    row: Callable[[Tensor], Tensor] = lambda row: row,
+    weight: Callable[[Tensor], Tensor] = lambda w: w,
+    order: Sequence[int] | None = None,
+    first: int = E,
+) -> Callable[..., Tensor]:
+    """A top-k over E experts and Z that return the token's row. last, first: where these end and begin."""
+
+    def forward(x: Tensor, logits: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        w, ids = logits.softmax(-1).topk(K)
+        y = torch.zeros_like(x)
+        for e in order or range(last):
+            token, slot = torch.where(ids == e)
+            if e >= first:
+                rows = row(x[token]) * weight(w)[token, slot, None]
+            else:
+                rows = swiglu(x[token] @ w1[e].t()) @ w2[e].t() * w[token, slot, None]
+            y = y.index_add(0, token, rows.to(y.dtype))
+        return y
+
+    return forward
+
+
+def _identity_study(forward: Callable[..., Tensor], dtype: torch.dtype = torch.float32) -> Study:
+    x, _, _, w1, w2 = operands(dtype)
+    logits = torch.randn(T, E + Z, generator=torch.Generator().manual_seed(1))
+    return study(forward, x, logits, torch.cat([w1, w1[:Z]]), w2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_identity_experts(dtype: torch.dtype) -> None:
+    result = _identity_study(_identity_loop(), dtype)
+    spec = result.site.spec
+    assert (spec.num_experts, spec.num_identity_experts, spec.ids_checked) == (E, Z, True)
+    assert f"{E} experts" in spec.describe()
+    assert f"{Z} identity experts" in spec.describe()
+    result.fused()
+
+
+def test_identity_experts_in_any_order() -> None:
+    result = _identity_study(_identity_loop(order=[2, 0, 5, 1, 4, 3]))
+    assert result.site.spec.num_identity_experts == Z
+    result.fused()
+
+
+WRONG_IDENTITIES: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "one missing at the end": (
+        _identity_loop(last=E + Z - 1),
+        f"the loop has {E + Z - 1} of the {E + Z} experts that the router chooses from",
+    ),
+    "one missing between": (_identity_loop(order=[0, 1, 2, 3, 5]), "the loop adds expert 4 0 times"),
+    "one twice": (_identity_loop(order=[0, 1, 2, 3, 4, 5, 5]), "the loop adds expert 5 2 times"),
+    "an identity before the experts": (
+        _identity_loop(order=[0, 1, 2, 3, 4, 5], first=-1),
+        "no expert of the loop has a GEMM",
+    ),
+    "another row": (
+        _identity_loop(row=lambda row: row.flip(1)),
+        f"the loop has {E} of the {E + Z} experts that the router chooses from",
+    ),
+    "a function of the row": (_identity_loop(row=lambda row: row.relu()), "doesn't return the token's row"),
+    "twice the row": (_identity_loop(row=lambda row: 2 * row), "has other routing weights than expert 0"),
+    "other weights": (_identity_loop(weight=lambda w: w + 1), "has other routing weights than expert 0"),
+    "the slots in another order": (
+        _identity_loop(weight=lambda w: w.flip(1)),
+        "has other routing weights than expert 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_IDENTITIES)
+def test_what_is_no_identity_expert(name: str) -> None:
+    forward, words = WRONG_IDENTITIES[name]
+    _identity_study(forward).refused(words)
+
+
+def test_identity_rows_keep_the_dtype_that_the_experts_read() -> None:
+    def forward(x: Tensor, logits: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        w, ids = logits.softmax(-1).topk(K)
+        y = torch.zeros_like(x)
+        for e in range(E + Z):
+            token, slot = torch.where(ids == e)
+            row = x[token]
+            rows = (swiglu(row.bfloat16() @ w1[e].t()) @ w2[e].t()).float() if e < E else row
+            y = y.index_add(0, token, rows * w[token, slot, None])
+        return y
+
+    x, _, _, w1, w2 = operands()
+    logits = torch.randn(T, E + Z)
+    study(forward, x.float(), logits, w1, w2).refused("returns rows of another dtype than experts read")

@@ -156,11 +156,11 @@ def a_norm_before_the_sum(x: Tensor, ids: Tensor, w: Tensor, w1: Tensor, w2: Ten
 
 
 @case
-def weights_cast_after_selection(x: Tensor, ids: Tensor, w: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+def gemms_of_different_dtypes(x: Tensor, ids: Tensor, w: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
     chosen = w1[ids].float()
     h1 = torch.einsum("th,tkoh->tko", x.float(), chosen).bfloat16()
     rows = torch.einsum("tki,tkoi->tko", swiglu(h1), w2[ids])
-    return (rows * w.unsqueeze(-1)).sum(1)  # lost: are cast after they were selected
+    return (rows * w.unsqueeze(-1)).sum(1)  # lost: the expert GEMMs run in different dtypes
 
 
 @case
@@ -197,6 +197,14 @@ def unchosen_experts_count(x: Tensor, ids: Tensor, w: Tensor, w1: Tensor, w2: Te
     scores = torch.full((T, E), 0.1, dtype=x.dtype).scatter(1, chosen, w).t().unsqueeze(-1)
     h1 = torch.bmm(x.expand(E, T, H) * scores, w1.transpose(1, 2))
     return torch.bmm(swiglu(h1), w2.transpose(1, 2)).sum(0)  # lost: were not chosen add something
+
+
+@case
+def all_experts_summed_over_the_tokens(x: Tensor, ids: Tensor, w: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    chosen = torch.einsum("th,eh->te", x, w1[:, 0]).topk(K)[1]
+    scores = torch.zeros(T, E, dtype=x.dtype).scatter(1, chosen, w).t().unsqueeze(-1)
+    rows = torch.bmm(swiglu(torch.bmm(x.expand(E, T, H), w1.transpose(1, 2))), w2.transpose(1, 2)) * scores
+    return rows.sum(1)  # lost: rows of all experts are not summed over exactly the experts
 
 
 def to_blame(function: Layer) -> tuple[int, str]:

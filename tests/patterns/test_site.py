@@ -330,6 +330,67 @@ def test_dtypes_are_read_from_the_graph() -> None:
     assert spec.output_dtype == torch.float32
 
 
+CASTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "selected, then cast": lambda weight, ids: weight[ids].bfloat16(),
+    "cast, then selected": lambda weight, ids: weight.bfloat16()[ids],
+    "by way of a wider dtype": lambda weight, ids: weight.double()[ids].bfloat16(),
+}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_weights_are_read_as_they_are_stored(name: str) -> None:
+    """As under autocast: the node casts an expert's weights as it uses them."""
+    cast = CASTS[name]
+
+    def forward(x: Tensor, ids: Tensor, w: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        h = torch.einsum("th,tkoh->tko", x, cast(w1, ids))
+        return (torch.einsum("tki,tkoi->tko", swiglu(h), cast(w2, ids)) * wide(w)).sum(1)
+
+    result = study(forward, X.bfloat16(), IDS, W, W1, W2)
+    spec = result.site.spec
+    assert (spec.x_dtype, spec.expert_dtype) == (torch.bfloat16, torch.float32)
+    assert "float32, computed in bfloat16" in spec.describe()
+    assert [leaf.node.name for leaf in (*result.site.layer.weight1, *result.site.layer.weight2)] == [
+        "w1",
+        "w2",
+    ]
+    after = result.fused().graph_module
+    assert not [node for node in after.graph.nodes if node.target is torch.ops.aten._to_copy.default]
+
+
+def test_narrow_weights_in_a_wide_layer() -> None:
+    def forward(x: Tensor, ids: Tensor, w: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        return gathered(x, ids, w, w1.float(), w2.float())
+
+    result = study(forward, X, IDS, W, W1.bfloat16(), W2.bfloat16())
+    assert (result.site.spec.x_dtype, result.site.spec.expert_dtype) == (torch.float32, torch.bfloat16)
+    result.fused()
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_weights_that_are_rounded_on_the_way_are_others(late: bool) -> None:
+    def forward(x: Tensor, ids: Tensor, w: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        chosen = w1[ids].bfloat16().float() if late else w1.bfloat16().float()[ids]
+        h = torch.einsum("th,tkoh->tko", x, chosen)
+        return (torch.einsum("tki,tkoi->tko", swiglu(h), w2[ids]) * wide(w)).sum(1)
+
+    layer(forward).refused("`w1` are rounded to torch.bfloat16 on the way to torch.float32")
+
+
+def test_a_loop_reads_its_weights_as_they_are_stored() -> None:
+    def forward(x: Tensor, ids: Tensor, w: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        for e in range(E):
+            token, slot = torch.where(ids == e)
+            rows = swiglu(x[token] @ w1[e].bfloat16().t()) @ w2[e].bfloat16().t()
+            y = y.index_add(0, token, rows * w[token, slot, None])
+        return y
+
+    result = study(forward, X.bfloat16(), IDS, W.bfloat16(), W1, W2)
+    assert result.site.spec.expert_dtype == torch.float32
+    result.fused()
+
+
 def test_symbolic_tokens_fuse_for_any_number() -> None:
     def forward(x: Tensor, ids: Tensor, w: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         flat = ids.reshape(-1)
@@ -364,12 +425,12 @@ NO_LAYER: dict[str, tuple[Layer, str]] = {
         lambda x, ids, w, w1, w2: (second(swiglu(first(x, ids, w1)), ids.flip(0), w2) * wide(w)).sum(1),
         "is selected by other ids than the rest of the layer",
     ),
-    "weights cast after they were selected": (
+    "GEMMs in different dtypes": (
         lambda x, ids, w, w1, w2: (
             second(swiglu(torch.einsum("th,tkoh->tko", x.double(), w1[ids].double())).float(), ids, w2)
             * wide(w)
         ).sum(1),
-        "expert weights `w1` are cast after they were selected",
+        "the expert GEMMs run in different dtypes: torch.float32, torch.float64",
     ),
     "no first GEMM": (
         lambda x, ids, w, w1, w2: (

@@ -126,8 +126,9 @@ def _gemms(
         active, x.split(counts), *(out.split(counts) for out in outs), strict=True
     ):
         own_biases = of_expert(biases, expert, experts, 2) or (None,) * parts
-        for out, w, bias in zip(own_outs, of_expert(weights, expert, experts, 3), own_biases, strict=True):
-            w = w if transposed else w.t()
+        own_weights = of_expert(weights, expert, experts, 3)
+        for out, weight, bias in zip(own_outs, own_weights, own_biases, strict=True):
+            w = weight if transposed else weight.t()
             if w.dtype == own.dtype and (bias is None or bias.dtype == own.dtype):
                 multiply_into(out, own, w, bias)
                 continue
