@@ -70,9 +70,10 @@ def init_routing(
     tokens, k = expert_idx.shape
     ids, order = expert_idx.flatten().sort(stable=True)
     source = row_idx.flatten()[order]
-    position = torch.empty_like(source).scatter(
-        0, source.long(), torch.arange(ids.numel(), dtype=source.dtype)
-    )
+    numbers = torch.arange(ids.numel(), dtype=source.dtype)
+    position = torch.full_like(source, -1).scatter(
+        0, source.long(), numbers
+    )  # -1: of row ids that aren't there
     return x[source[: min(active_num, tokens) * k] % tokens], position, ids
 
 
