@@ -6,6 +6,7 @@ and as a rich table.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -67,8 +68,9 @@ def _line(row: Row, cells: Sequence[Cell]) -> Line:
     first = next((cell for cell in calls if cell.fused), None)
     if first:
         line.capture, line.passes = first.capture, first.passes
-    generated = [cell for cell in cells if cell.shapes == GENERATE]
-    line.tokens = _verdict(generated) if generated else ""
+    generating = [cell for cell in cells if cell.shapes == GENERATE]
+    generated = [cell for cell in generating if cell.reason != NO_GENERATION]
+    line.tokens = "-" if generating and not generated else _verdict(generated)
     line.reason = _reason(row, calls, generated)
     return line
 
@@ -87,7 +89,7 @@ def _reason(row: Row, calls: Sequence[Cell], generated: Sequence[Cell]) -> str:
     """Why not, for the first implementation that has a reason; that a loop breaks bare torch.compile is no news."""
     told = [cell for cell in calls if cell.reason and (cell.implementation != BARE or not row.interface)]
     told = [cell for cell in told if cell.implementation != BARE] or told
-    told += [cell for cell in generated if cell.reason and cell.reason != NO_GENERATION]
+    told += [cell for cell in generated if cell.reason]
     return told[0].reason if told else ""
 
 
@@ -112,7 +114,7 @@ def summary(table: Sequence[Line]) -> list[str]:
         for name in IMPLEMENTATIONS
         if any(line.verdicts[name] not in ("-", "") for line in some)
     ]
-    generated = [line.tokens for line in table if line.tokens]
+    generated = [line.tokens for line in table if line.tokens not in ("-", "")]
     if generated:
         told.append(
             f"greedy generation: {generated.count('yes')} of {len(generated)} rows give eager's tokens"
@@ -134,8 +136,9 @@ def _counted(name: str, table: Sequence[Line]) -> str:
         right = sum(line.verdicts[name] == "refused" for line in refused)
         said += f"; {right} of {len(refused)} others are refused with their reason"
     wrong = sum(line.verdicts[name] == "WRONG" for line in run)
-    settings = dict.fromkeys(setting for line in run for setting in line.settings[name])
-    return f"{said}; {wrong} wrong results. Measured: {', '.join(settings)}"
+    settings = Counter(setting for line in run for setting in line.settings[name])
+    measured = [s if n == len(run) else f"{s} ({n} of these rows)" for s, n in settings.items()]
+    return f"{said}; {wrong} wrong results. Measured: {', '.join(measured)}"
 
 
 def _cells(line: Line) -> list[str]:
