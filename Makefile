@@ -20,13 +20,14 @@ export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format types unit cases test-npu bench wheel hooks clean
+.PHONY: help setup browser demo test lint format types unit cases test-npu bench wheel hooks clean
 
 help:
 	@echo "make demo    set up, then fuse a Qwen3-MoE model, check it and time it"
 	@echo "make test    set up, then lint, types, unit tests and, where available, the field cases"
 	@echo "make lint | types | unit | cases    the parts of make test"
 	@echo "make test-npu    tests with the real torch_npu, on an emulated CANN runtime; an environment of its own"
+	@echo "make browser install Chromium for the tests of the HTML report (Debian, as root)"
 	@echo "make format | bench | wheel | hooks | clean"
 
 $(BIN)/python:
@@ -39,6 +40,11 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 setup: $(STAMP)
+
+# Debian's Chromium, for the tests of the HTML report; without it they are skipped, but fail in CI.
+browser:
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null \
+	  || { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium chromium-driver; }
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py

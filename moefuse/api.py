@@ -29,7 +29,10 @@ class Fused:
 
 
 def explain(
-    model: Callable[..., Any], *args: Any, moefuse_options: Mapping[str, Any] | None = None, **kwargs: Any
+    model: Callable[..., Any] | torch.export.ExportedProgram,
+    *args: Any,
+    moefuse_options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
 ) -> Report:
     """Tell what `moefuse.compile` would do to a model, layer by layer, with reasons.
 
@@ -37,18 +40,27 @@ def explain(
     breaks has one.
 
     model is run once on the given inputs (also on the meta device), captured graph by captured graph, in eager
-    mode: nothing is compiled, the model isn't changed beyond what one run of it does. moefuse_options: the options
-    of the backend. Raises OptionError for unknown options.
+    mode: nothing is compiled, the model isn't changed beyond what one run of it does. An ExportedProgram takes no
+    inputs and isn't run. moefuse_options: the options of the backend. Raises OptionError for unknown options, TypeError
+    for an ExportedProgram with inputs.
     """
     from moefuse.backend import compile_graph, verify
 
     options = Options.parse({**(moefuse_options or {}), "inner": "eager"})
+    if isinstance(model, torch.export.ExportedProgram):
+        if args or kwargs:
+            raise TypeError("inputs: an ExportedProgram has its own, expected none")
+        gm = model.module()
+        assert isinstance(gm, GraphModule)
+        return _written(
+            Report((compile_graph(gm, _recorded_inputs(gm), options, {}, record=True).report,)), options
+        )
     graphs: list[GraphReport] = []
 
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         condition = condition_of(gm.graph)
         with refusals():
-            compiled = compile_graph(gm, example_inputs, options, {})
+            compiled = compile_graph(gm, example_inputs, options, {}, record=True)
         if condition and compiled.report.fused and not compiled.report.note:
             compiled = replace(compiled, report=replace(compiled.report, note=condition))
         position = len(graphs)
@@ -69,9 +81,13 @@ def explain(
         front_end(*args, **kwargs)
     if breaks:
         graphs.append(GraphReport(JOURNAL.next_index(), (), note="\n".join(breaks)))
-    report = Report(tuple(graphs))
+    return _written(Report(tuple(graphs)), options)
+
+
+def _written(report: Report, options: Options) -> Report:
+    """The report, which the option dump also wants as files."""
     if options.dump:
-        from moefuse.graph.dump import write_report
+        from moefuse.report.files import write_report
 
         write_report(options.dump, report)
     return report
@@ -95,7 +111,13 @@ def fuse(
     if not isinstance(gm, GraphModule):
         raise TypeError(f"graph: expected an ExportedProgram or a GraphModule, got {type(gm).__name__}")
     captured = capture(gm, example_inputs if example_inputs is not None else _recorded_inputs(gm))
-    result = pipeline.run(captured.graph_module, captured.parameters, parsed, training=captured.training)
+    result = pipeline.run(
+        captured.graph_module,
+        captured.parameters,
+        parsed,
+        training=captured.training,
+        record=bool(parsed.dump),
+    )
     report = GraphReport(0, tuple(result.layers), result.nodes_before, result.nodes_after, result.seconds)
     return Fused(result.graph_module, Report((report,)))
 

@@ -142,9 +142,14 @@ def _unfused(site: LayerReport, wrong: Sequence[str]) -> LayerReport:
 
 
 def compile_graph(
-    gm: GraphModule, example_inputs: Sequence[Any], options: Options, inductor_options: Mapping[str, Any]
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    inductor_options: Mapping[str, Any],
+    *,
+    record: bool = False,
 ) -> Compiled:
-    """The compiled callable, and what happened. See the module text.
+    """The compiled callable, and what happened. See the module text. record: as for `pipeline.run`.
 
     Raises UnprovedError where the graph holds a loop that the front end has rewritten, and that isn't proved or isn't
     fused: such a graph must not run. From a graph that may run, the front end's markers are removed.
@@ -167,7 +172,7 @@ def compile_graph(
     if not worth_a_look(gm):
         return plain(GraphReport(index, (), nodes, nodes, note="no routing operation in this graph"))
     try:
-        result, seconds = _fuse(gm, example_inputs, options, index)
+        result, seconds = _fuse(gm, example_inputs, options, index, record or bool(options.dump))
     except Exception as error:
         if isinstance(error, RejectedError | UnprovedError) or is_control_flow(error) or options.mode == "on":
             raise
@@ -234,19 +239,31 @@ def _is_index(node: Node) -> bool:
 
 
 def _fuse(
-    gm: GraphModule, example_inputs: Sequence[Any], options: Options, index: int
+    gm: GraphModule, example_inputs: Sequence[Any], options: Options, index: int, record: bool
 ) -> tuple[FuseResult, dict[str, float]]:
     start = time.process_time()
     captured = capture(gm, example_inputs)
     seconds = {"capture": time.process_time() - start}
+    _debug(index, "before", captured.graph_module)
     if options.dump:
         from moefuse.graph.dump import write_dump
 
         write_dump(options.dump, index, "before", captured.graph_module)
-    result = pipeline.run(captured.graph_module, captured.parameters, options, training=captured.training)
+    result = pipeline.run(
+        captured.graph_module, captured.parameters, options, training=captured.training, record=record
+    )
+    _debug(index, "after", captured.graph_module)
     if options.dump:
         write_dump(options.dump, index, "after", captured.graph_module)
     return result, {**seconds, **result.seconds}
+
+
+def _debug(index: int, stage: str, gm: GraphModule) -> None:
+    """The graph for who asked with TORCH_LOGS=+moefuse, which torch turns into this logger's level."""
+    if log.isEnabledFor(logging.DEBUG):
+        from moefuse.graph.dump import to_text
+
+        log.debug("graph %d %s:\n%s", index, stage, to_text(gm))
 
 
 def _failed(index: int, nodes: int, error: Exception) -> GraphReport:

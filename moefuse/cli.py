@@ -2,24 +2,24 @@
 
 In: a model factory named on the command line. Out: the report on stdout, one line per error on stderr, and an
 exit code: 0 done, 1 the model or moefuse failed, 2 the command line was wrong, 3 a layer wasn't fused and
-4 no MoE layer was found (both with --fail-on-unfused only).
+4 no MoE layer was found (both with --fail-on-unfused only), 5 two reports differ (with --fail-on-change only).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import importlib.util
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import torch
 
-from moefuse import hf
 from moefuse._version import __version__
+from moefuse.models import TargetError, load, one_line
+from moefuse.options import OptionError, Options
 from moefuse.report.model import Report
 
 try:
@@ -27,15 +27,12 @@ try:
 except ImportError as error:
     raise ImportError("the moefuse command needs typer and rich: pip install 'moefuse[cli]'") from error
 
-Inputs = tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]
-_EXIT_FAILED, _EXIT_USAGE, _EXIT_UNFUSED, _EXIT_NOTHING = 1, 2, 3, 4
-_HF = "hf:"
+_EXIT_FAILED, _EXIT_USAGE, _EXIT_UNFUSED, _EXIT_NOTHING, _EXIT_CHANGED = 1, 2, 3, 4, 5
 _MODES = ("auto", "on", "off")
 
 app = typer.Typer(
     name="moefuse",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help=__doc__,
@@ -45,12 +42,15 @@ TargetArgument = Annotated[
     str,
     typer.Argument(
         metavar="TARGET",
-        help="package.module:factory, path/file.py:factory or hf:MODEL_TYPE. factory() returns (model, args) "
-        "or (model, args, kwargs) or (model, kwargs), args a tuple and kwargs a dict. hf:qwen3_moe is a "
-        "small transformers model with random weights.",
+        help="package.module:factory, path/file.py:factory, hf:MODEL_TYPE, hf:path/config.json or "
+        "export:path/file.pt2. factory() returns (model, args) or (model, args, kwargs) or (model, kwargs), args a "
+        "tuple and kwargs a dict. hf:qwen3_moe is a small transformers model with random weights; with a "
+        "checkpoint's config.json it has the real sizes and no weights.",
     ),
 ]
-LayersOption = Annotated[int | None, typer.Option("--layers", min=1, help="hf: decoder layers [2]")]
+LayersOption = Annotated[
+    int | None, typer.Option("--layers", min=1, help="hf: decoder layers [2, of a config.json all]")
+]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="hf: key=value of the configuration")]
 DtypeOption = Annotated[
     str | None, typer.Option("--dtype", help="hf: float32, bfloat16 or float16 [float32]")
@@ -58,6 +58,12 @@ DtypeOption = Annotated[
 TokensOption = Annotated[int | None, typer.Option("--tokens", min=1, help="hf: tokens in the prompt [16]")]
 ExpertsOption = Annotated[
     str | None, typer.Option("--experts-implementation", help="hf: grouped_mm, batched_mm, eager, ...")
+]
+MetaOption = Annotated[
+    bool, typer.Option("--meta", help="hf: no memory for weights, for --set with real sizes")
+]
+DeviceOption = Annotated[
+    str | None, typer.Option("--device", help="a model without weights is judged as on this device [cpu]")
 ]
 ModeOption = Annotated[str | None, typer.Option("--mode", help="auto, on or off")]
 KernelOption = Annotated[
@@ -70,11 +76,10 @@ JsonOption = Annotated[bool, typer.Option("--json", help="print JSON")]
 FailOption = Annotated[
     bool, typer.Option("--fail-on-unfused", help="exit 3 when a layer isn't fused, 4 when there is none")
 ]
+HtmlOption = Annotated[
+    Path | None, typer.Option("--html", metavar="FILE", help="also write the report as one HTML page")
+]
 DebugOption = Annotated[bool, typer.Option("--debug", help="show the traceback of an error")]
-
-
-class UsageError(Exception):
-    """What was asked for can't be done; the message is the one line that the user sees."""
 
 
 @app.callback(invoke_without_command=True)
@@ -92,10 +97,13 @@ def explain(
     dtype: DtypeOption = None,
     tokens: TokensOption = None,
     experts_implementation: ExpertsOption = None,
+    meta: MetaOption = False,
+    device: DeviceOption = None,
     mode: ModeOption = None,
     kernel: KernelOption = None,
     exclude: ExcludeOption = None,
     as_json: JsonOption = False,
+    html: HtmlOption = None,
     fail_on_unfused: FailOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -103,9 +111,10 @@ def explain(
 
     A model in eval mode is explained without gradients, one in training mode with them.
     """
-    model = _hf_options(layers, set_, dtype, tokens, experts_implementation)
-    report = _report(target, model, _backend_options(mode, kernel, exclude), debug)
+    model = _hf_options(layers, set_, dtype, tokens, experts_implementation, meta)
+    report = _report(target, model, _backend_options(mode, kernel, exclude, device), debug)
     _print_report(report, as_json)
+    _write_html(report, html)
     _exit(report, fail_on_unfused)
 
 
@@ -118,21 +127,25 @@ def dump(
     dtype: DtypeOption = None,
     tokens: TokensOption = None,
     experts_implementation: ExpertsOption = None,
+    meta: MetaOption = False,
+    device: DeviceOption = None,
     mode: ModeOption = None,
     kernel: KernelOption = None,
     exclude: ExcludeOption = None,
     as_json: JsonOption = False,
+    html: HtmlOption = None,
     fail_on_unfused: FailOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Write the graphs before and after fusion and the report into DIR."""
     if directory.exists() and not directory.is_dir():
         _die(f"DIR must be a directory, {directory} is a file", _EXIT_USAGE)
-    model = _hf_options(layers, set_, dtype, tokens, experts_implementation)
-    options = _backend_options(mode, kernel, exclude) | {"dump": str(directory)}
+    model = _hf_options(layers, set_, dtype, tokens, experts_implementation, meta)
+    options = _backend_options(mode, kernel, exclude, device) | {"dump": str(directory)}
     report = _report(target, model, options, debug)
     _print_report(report, as_json)
     typer.echo(f"written to {directory}", err=True)
+    _write_html(report, html)
     _exit(report, fail_on_unfused)
 
 
@@ -224,92 +237,52 @@ def zoo(
         )
         command.write(table, markdown=markdown, html=html)
     except (ImportError, ValueError, OSError) as error:
-        _die(_one_line(error), _EXIT_USAGE)
+        _die(one_line(error), _EXIT_USAGE)
     if any(cell.wrong for cell in cells):
         raise typer.Exit(_EXIT_FAILED)
     if fail_on_unfused and not all(cell.ok for cell in cells):
         raise typer.Exit(_EXIT_UNFUSED)
 
 
+@app.command()
+def diff(
+    before: Annotated[
+        Path, typer.Argument(metavar="A", help="JSON of explain or of a dump, or a dump's folder")
+    ],
+    after: Annotated[Path, typer.Argument(metavar="B", help="the same, later")],
+    as_json: JsonOption = False,
+    fail_on_change: Annotated[
+        bool, typer.Option("--fail-on-change", help="exit 5 when anything changed")
+    ] = False,
+) -> None:
+    """Show what changed from A to B: layers, verdicts, reasons and specifications; or operators of two graphs."""
+    from moefuse.report import compare
+
+    try:
+        found = compare.compare(compare.read(before), compare.read(after))
+    except (OSError, ValueError) as error:
+        _die(one_line(error), _EXIT_USAGE)
+    typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
+    if fail_on_change and not found.same:
+        raise typer.Exit(_EXIT_CHANGED)
+
+
+@app.command()
+def schema(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="report, graph, dump, diff or doctor")],
+) -> None:
+    """Print the JSON schema of what moefuse writes."""
+    from moefuse import schemas
+
+    try:
+        typer.echo(json.dumps(schemas.schema(name), indent=1))
+    except ValueError as error:
+        _die(one_line(error), _EXIT_USAGE)
+
+
 def main() -> None:
     """Entry point of the console script."""
     app()
-
-
-def load(target: str, model: Mapping[str, Any]) -> Inputs:
-    """The model and its inputs that TARGET names; `model` holds the options of an `hf:` target.
-
-    Raises:
-        UsageError: TARGET can't be found, its factory raises, or it doesn't return what it should.
-    """
-    if target.startswith(_HF):
-        try:
-            module, kwargs = hf.build(target.removeprefix(_HF), **model)
-        except Exception as error:  # transformers raises errors of its own kinds for bad configurations
-            raise UsageError(f"{target}: {_one_line(error)}") from error
-        return module, (), kwargs
-    if model:
-        raise UsageError(
-            f"--layers, --set, --dtype, --tokens and --experts-implementation need an {_HF} target"
-        )
-    factory = _factory(target)
-    try:
-        made = factory()
-    except Exception as error:
-        raise UsageError(f"{target} raised {type(error).__name__}: {_one_line(error)}") from error
-    return _inputs(target, made)
-
-
-def _factory(target: str) -> Any:
-    place, colon, name = target.rpartition(":")
-    if not colon or not place or not name:
-        raise UsageError(f"TARGET must be module:factory, file.py:factory or hf:MODEL_TYPE, got {target!r}")
-    try:
-        module = _run_file(Path(place)) if place.endswith(".py") else _import(place)
-    except UsageError:
-        raise
-    except Exception as error:
-        raise UsageError(f"importing {place} raised {type(error).__name__}: {_one_line(error)}") from error
-    factory = getattr(module, name, None)
-    if not callable(factory):
-        raise UsageError(f"{place} has no function {name!r}")
-    return factory
-
-
-def _import(name: str) -> Any:
-    # A console script lacks what `python -m` has: modules of the current directory.
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    return importlib.import_module(name)
-
-
-def _run_file(path: Path) -> Any:
-    if not path.is_file():
-        raise UsageError(f"no such file: {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise UsageError(f"{path} can't be loaded as a Python module")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)  # dataclasses and pickles in the file look there
-    spec.loader.exec_module(module)
-    return module
-
-
-def _inputs(target: str, made: Any) -> Inputs:
-    expected = f"{target} must return (model, args), (model, args, kwargs) or (model, kwargs)"
-    if not isinstance(made, tuple) or len(made) not in (2, 3):
-        size = f" of {len(made)}" if isinstance(made, tuple) else ""
-        raise UsageError(f"{expected}, got {type(made).__name__}{size}")
-    model, args, kwargs = made if len(made) == 3 else (*made, {})
-    if len(made) == 2 and isinstance(args, dict):
-        args, kwargs = (), args
-    if not callable(model):
-        raise UsageError(f"{expected}; its model is a {type(model).__name__}, which can't be called")
-    if not isinstance(args, tuple | list):
-        raise UsageError(f"{expected}; args must be a tuple, got {type(args).__name__}")
-    if not isinstance(kwargs, dict):
-        raise UsageError(f"{expected}; kwargs must be a dict, got {type(kwargs).__name__}")
-    return model, tuple(args), kwargs
 
 
 def _hf_options(
@@ -318,12 +291,14 @@ def _hf_options(
     dtype: str | None,
     tokens: int | None,
     experts_implementation: str | None,
+    meta: bool,
 ) -> dict[str, Any]:
     """Arguments of `hf.build`, only those that were given."""
     options: dict[str, Any] = {
         "layers": layers,
         "tokens": tokens,
         "experts_implementation": experts_implementation,
+        "meta": meta or None,
     }
     if settings:
         options["overrides"] = dict(map(_setting, settings))
@@ -348,7 +323,9 @@ def _setting(text: str) -> tuple[str, Any]:
         return key, {"True": True, "False": False, "None": None}.get(value, value)
 
 
-def _backend_options(mode: str | None, target: str | None, exclude: Sequence[str] | None) -> dict[str, Any]:
+def _backend_options(
+    mode: str | None, target: str | None, exclude: Sequence[str] | None, device: str | None
+) -> dict[str, Any]:
     """Options of the backend, only those that were given."""
     from moefuse import targets
 
@@ -356,7 +333,12 @@ def _backend_options(mode: str | None, target: str | None, exclude: Sequence[str
     for option, value, allowed in (("--mode", mode, _MODES), ("--target", target, kernels)):
         if value is not None and value not in allowed:
             _die(f"{option} must be one of {', '.join(allowed)}, got {value!r}", _EXIT_USAGE)
-    given = {"mode": mode, "target": target, "exclude": list(exclude) if exclude else None}
+    given: dict[str, Any] = {"mode": mode, "target": target, "exclude": list(exclude) if exclude else None}
+    given["meta_device"] = device
+    try:
+        Options.parse({name: value for name, value in given.items() if value is not None})
+    except OptionError as error:
+        _die(one_line(error), _EXIT_USAGE)
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -365,20 +347,36 @@ def _report(target: str, model: Mapping[str, Any], options: dict[str, Any], debu
     import moefuse
 
     try:
-        module, args, kwargs = load(target, model)
-    except UsageError as error:
+        with _busy(f"loading {target}"):
+            loaded = load(target, model)
+    except TargetError as error:
         if debug:
             raise
         _die(str(error), _EXIT_USAGE)
     try:
         # A model in eval mode is explained as it will be served; gradients would make it another layer.
-        with torch.set_grad_enabled(bool(getattr(module, "training", False))):
-            report = moefuse.explain(module, *args, moefuse_options=options, **kwargs)
+        gradients = bool(getattr(loaded.model, "training", False))
+        with _busy("capturing and explaining"), torch.set_grad_enabled(gradients):
+            return moefuse.explain(loaded.model, *loaded.args, moefuse_options=options, **loaded.kwargs)
     except Exception as error:
         if debug:
             raise
-        _die(f"{type(error).__name__}: {_one_line(error)} (--debug shows the traceback)", _EXIT_FAILED)
-    return report
+        _die(f"{type(error).__name__}: {one_line(error)} (--debug shows the traceback)", _EXIT_FAILED)
+
+
+@contextmanager
+def _busy(words: str) -> Iterator[None]:
+    """Say what takes so long, where a person is watching."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        progress.add_task(words, total=None)
+        yield
 
 
 def _print_report(report: Report, as_json: bool) -> None:
@@ -394,15 +392,21 @@ def _print_report(report: Report, as_json: bool) -> None:
         typer.echo(str(report))
 
 
+def _write_html(report: Report, path: Path | None) -> None:
+    if path is None:
+        return
+    try:
+        report.to_html(path)
+    except (ImportError, OSError) as error:
+        _die(f"--html {path}: {one_line(error)}", _EXIT_FAILED)
+    typer.echo(f"written to {path}", err=True)
+
+
 def _exit(report: Report, fail_on_unfused: bool) -> None:
     if fail_on_unfused and not report.sites:
         raise typer.Exit(_EXIT_NOTHING)
     if fail_on_unfused and report.fused < len(report.sites):
         raise typer.Exit(_EXIT_UNFUSED)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or "no message"
 
 
 def _die(message: str, code: int) -> NoReturn:

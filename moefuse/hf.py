@@ -176,7 +176,7 @@ def build(
     config = tiny_config(model_type, layers=layers, overrides=overrides, whole=whole)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _instantiate(config, dtype, experts_implementation)
+        model = instantiate(config, dtype, experts_implementation)
         _randomise(model)
     model.eval()
     return model, inputs(model, tokens=tokens, batch=batch, seed=seed)
@@ -318,7 +318,7 @@ def _per_layer(values: list[Any], layers: int) -> list[Any]:
     return [kinds[i % len(kinds)] for i in range(layers)]
 
 
-def _instantiate(
+def instantiate(
     config: PretrainedConfig, dtype: torch.dtype, experts_implementation: str | None
 ) -> torch.nn.Module:
     """The model with a language-model head where the type has one, else the first class that fits."""

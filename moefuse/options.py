@@ -30,6 +30,7 @@ class Options:
         them in float32 by itself; a router makes another expert of such a difference.
     verify: on its first real inputs a graph runs each fused layer and the region it replaced. A difference that
         rounding doesn't explain is an error in mode "on"; otherwise the graph runs unfused, and the report says so.
+    meta_device: the type of the device on which a layer on the meta device is judged to be.
     """
 
     mode: str = "auto"
@@ -39,6 +40,7 @@ class Options:
     dump: str = ""
     round_as_eager: bool = True
     verify: bool = False
+    meta_device: str = "cpu"
 
     @staticmethod
     def parse(given: Mapping[str, Any] | None) -> "Options":
@@ -99,6 +101,15 @@ def _flag(name: str, value: Any) -> bool:
     return value
 
 
+def _device(name: str, value: Any) -> str:
+    # Not torch.device: it knows "npu" only where torch_npu is installed, and a model is explained elsewhere.
+    if not _text(name, value).isalpha() or value == "meta":
+        raise OptionError(
+            f"options[{name!r}]: expected a device type such as cpu, cuda or npu, got {value!r}"
+        )
+    return str(value)
+
+
 _PARSERS = {
     "mode": _mode,
     "target": _target,
@@ -107,4 +118,5 @@ _PARSERS = {
     "dump": _text,
     "round_as_eager": _flag,
     "verify": _flag,
+    "meta_device": _device,
 }

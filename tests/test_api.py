@@ -83,10 +83,31 @@ def test_explain_on_the_meta_device_needs_no_weights() -> None:
 
 def test_explain_on_the_meta_device_says_what_no_target_can() -> None:
     with torch.device("meta"):
-        report = moefuse.explain(Model("sum"), torch.empty(6, H))
+        report = moefuse.explain(Model("sum"), torch.empty(6, H), moefuse_options={"meta_device": "abacus"})
     (site,) = report.sites
     assert not site.fused
-    assert "no target runs on 'meta'" in site.reason
+    assert "no target runs on 'abacus'" in site.reason
+
+
+def test_a_model_without_weights_is_judged_as_on_the_cpu_unless_told_otherwise() -> None:
+    with torch.device("meta"):
+        model, x = Model("sum"), torch.empty(6, H)
+    (site,) = moefuse.explain(model, x).sites
+    assert (site.fused, site.target, site.spec.device) == (True, "cpu", "cpu")
+    # Real weights are where they are.
+    (site,) = moefuse.explain(Model("sum"), X, moefuse_options={"meta_device": "npu"}).sites
+    assert (site.fused, site.target) == (True, "cpu")
+    with pytest.raises(moefuse.OptionError, match=r"meta_device.*such as cpu, cuda or npu, got 'cuda:0'"):
+        moefuse.explain(model, x, moefuse_options={"meta_device": "cuda:0"})
+
+
+def test_explain_of_an_exported_program() -> None:
+    program = torch.export.export(Model().requires_grad_(False).eval(), (X,))
+    report = moefuse.explain(program)
+    assert [site.fused for site in report.sites] == [True, True]
+    assert report.sites[0].region is not None
+    with pytest.raises(TypeError, match="an ExportedProgram has its own, expected none"):
+        moefuse.explain(program, X)
 
 
 def test_explain_takes_options_and_keyword_arguments() -> None:

@@ -85,7 +85,7 @@ def test_explain_calls_the_model_that_the_factory_made(place, name, args, kwargs
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("made_models", "TARGET must be module:factory, file.py:factory or hf:MODEL_TYPE, got 'made_models'"),
+        ("made_models", "hf:MODEL_TYPE, hf:config.json or export:file.pt2, got 'made_models'"),
         ("made_models:", "TARGET must be"),
         ("gone.py:pair", "no such file: gone.py"),
         ("gone_module:pair", "importing gone_module raised ModuleNotFoundError"),
@@ -101,6 +101,9 @@ def test_explain_calls_the_model_that_the_factory_made(place, name, args, kwargs
         ("made_models.py:bad_kwargs", "kwargs must be a dict, got list"),
         ("made_models.py:no_model", "its model is a int, which can't be called"),
         ("hf:nope", "model_type must be one that transformers knows"),
+        ("hf:gone/config.json", "no such file: gone/config.json"),
+        ("export:gone.pt2", "no such file: gone.pt2"),
+        ("export:made_models.py", "made_models.py isn't a program that torch.export saved"),
     ],
 )
 def test_a_bad_target_is_one_line_and_exit_2(target, message, explain, factories):
@@ -124,6 +127,7 @@ def test_a_bad_target_is_one_line_and_exit_2(target, message, explain, factories
         (("--mode", "maybe"), "--mode must be one of auto, on, off, got 'maybe'"),
         (("--target", "abacus"), "--target must be one of auto, "),
         (("--layers", "0"), "--layers"),
+        (("--device", "cuda:1"), "expected a device type such as cpu, cuda or npu, got 'cuda:1'"),
     ],
 )
 def test_a_bad_option_is_exit_2(options, message, explain):
@@ -176,6 +180,8 @@ def test_backend_options_are_passed_on(explain, factories):
     options = ("--mode", "on", "--target", name, "--exclude", "a.*", "--exclude", "b")
     assert run("explain", "made_models.py:pair", *options).exit_code == 0
     assert explain.calls[0][3] == {"mode": "on", "target": name, "exclude": ["a.*", "b"]}
+    assert run("explain", "made_models.py:pair", "--device", "npu").exit_code == 0
+    assert explain.calls[1][3] == {"meta_device": "npu"}
 
 
 @pytest.mark.parametrize(("call", "gradients"), [("eval()", False), ("train()", True)])
@@ -209,6 +215,46 @@ def test_json_is_the_only_thing_on_stdout(explain, factories):
     explain.report = Report((GraphReport(0, (LOST,)),))
     data = json.loads(run("explain", "made_models.py:pair", "--json").stdout)
     assert data == explain.report.to_dict()
+
+
+def test_html_is_written_beside_the_report(explain, factories, tmp_path):
+    path = tmp_path / "report.html"
+    result = run("explain", "made_models.py:pair", "--html", str(path))
+    assert result.exit_code == 0
+    assert result.stdout == f"{explain.report}\n"
+    assert result.stderr == f"written to {path}\n"
+    assert "<title>moefuse: 1 of 1 MoE layer fused in 1 graph</title>" in path.read_text()
+    failed = run("explain", "made_models.py:pair", "--html", str(tmp_path / "gone" / "r.html"))
+    assert failed.exit_code == 1
+    assert "--html" in failed.stderr
+
+
+def test_diff_tells_what_changed_and_exits_5_when_asked(tmp_path):
+    for name, sites in (("a", (FUSED, LOST)), ("b", (FUSED,))):
+        (tmp_path / f"{name}.json").write_text(Report((GraphReport(0, sites),)).to_json())
+    a, b = str(tmp_path / "a.json"), str(tmp_path / "b.json")
+    assert run("diff", a, b).stdout == "- mlp (graph 2)\n"
+    assert run("diff", a, b).exit_code == 0
+    assert run("diff", a, b, "--fail-on-change").exit_code == 5
+    assert run("diff", a, a, "--fail-on-change").exit_code == 0
+    data = json.loads(run("diff", a, b, "--json").stdout)
+    assert (data["schema"], data["same"], data["removed"]) == ("moefuse.diff/1", False, ["mlp (graph 2)"])
+    missing = run("diff", a, str(tmp_path / "gone.json"))
+    assert missing.exit_code == 2
+    assert "gone.json" in missing.stderr
+
+
+def test_schema_prints_a_schema():
+    assert json.loads(run("schema", "report").stdout)["$id"] == "moefuse.report/1"
+    unknown = run("schema", "nope")
+    assert unknown.exit_code == 2
+    assert "expected one of" in unknown.stderr
+
+
+def test_completion_can_be_installed():
+    result = run("--show-completion", "bash")
+    assert result.exit_code == 0
+    assert "_MOEFUSE_COMPLETE" in result.stdout
 
 
 def test_a_failing_model_is_exit_1_and_debug_shows_the_traceback(factories, monkeypatch):

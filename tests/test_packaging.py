@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 # Optional, heavy or vendor packages. `import moefuse` must work, and be quick, without any of them.
-LAZY = ("transformers", "triton", "rich", "typer", "graphviz", "torch_npu", "torchair")
+LAZY = ("transformers", "triton", "rich", "typer", "graphviz", "jinja2", "torch_npu", "torchair")
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,15 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile):
 
     wanted = {
         str(path.relative_to(ROOT))
-        for pattern in ("*.py", "py.typed", "policy/*.toml", "targets/**/*.cpp", "targets/**/*.h")
+        for pattern in (
+            "*.py",
+            "py.typed",
+            "policy/*.toml",
+            "report/*.[jcm]*",
+            "schemas/*.json",
+            "targets/**/*.cpp",
+            "targets/**/*.h",
+        )
         for path in (ROOT / "moefuse").rglob(pattern)
     }
     assert len(names) == len(set(names))

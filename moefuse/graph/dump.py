@@ -1,4 +1,4 @@
-"""FX graphs as files: text for people and FileCheck, JSON, a networkx graph, Graphviz DOT and SVG.
+"""FX graphs as files: text for people and FileCheck, JSON, networkx and GraphML, Graphviz DOT and SVG.
 
 In: a `torch.fx.GraphModule`. Out: deterministic text (no addresses, no timings), dictionaries with a
 `schema` key, or files. networkx and graphviz are imported by the functions that need them.
@@ -11,7 +11,7 @@ import logging
 import shutil
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -26,12 +26,6 @@ SVG_MAX_NODES = 1000
 """`write_dump` draws no larger graph: dot takes minutes for them and nobody can read the picture."""
 SVG_SECONDS = 120
 _FUSED = "moefuse."  # operators of this namespace stand out in pictures
-
-
-class _Report(Protocol):
-    """What `write_report` needs of a report: this room knows nothing about the rooms above it."""
-
-    def to_json(self) -> str: ...
 
 
 def to_text(gm: fx.GraphModule) -> str:
@@ -62,8 +56,8 @@ def to_dict(gm: fx.GraphModule) -> dict[str, Any]:
         {
             "name": node.name,
             "op": node.op,
-            "target": _target(node.target),
-            "args": _call_text(node).partition("(")[2][:-1] if node.op.startswith("call") else "",
+            "target": target_name(node.target),
+            "args": show_arguments(node) if node.op.startswith("call") else "",
             "inputs": [source.name for source in node.all_input_nodes],
             "shape": _shape(node),
             "dtype": _dtype(node),
@@ -93,6 +87,17 @@ def to_networkx(gm: fx.GraphModule) -> networkx.DiGraph:
     return graph
 
 
+def to_graphml(gm: fx.GraphModule) -> str:
+    """`to_networkx` as GraphML text, which yEd, Gephi and others read; sizes are text, what isn't known is empty."""
+    import networkx
+
+    graph = to_networkx(gm)
+    for attributes in graph.nodes.values():
+        for key, item in attributes.items():
+            attributes[key] = "" if item is None else str(item)  # GraphML has no lists and no null
+    return "\n".join(networkx.generate_graphml(graph)) + "\n"
+
+
 def to_dot(gm: fx.GraphModule) -> str:
     """Graphviz DOT text: a box per node, a frame per module, fused nodes filled.
 
@@ -106,7 +111,7 @@ def to_dot(gm: fx.GraphModule) -> str:
     dot = graphviz.Digraph(node_attr={"shape": "box", "fontname": "monospace", "fontsize": "10"})
     layers: dict[str, Any] = {}
     for node in gm.graph.nodes:
-        target = _target(node.target)
+        target = target_name(node.target)
         label = f"{node.name}\n{target}\n{_value_text(node)}" if _value(node) is not None else node.name
         look = {"style": "filled", "fillcolor": "orange"} if target.startswith(_FUSED) else {}
         layer = "" if node.op in ("placeholder", "get_attr") else layer_of(node)
@@ -148,7 +153,7 @@ def to_svg(gm: fx.GraphModule, path: str | Path) -> Path:
 
 
 def write_dump(directory: str | Path, index: int, stage: str, gm: fx.GraphModule) -> list[Path]:
-    """Write one stage of graph number `index` as `graph0.before.txt`, `.json`, `.dot` and `.svg`.
+    """Write one stage of graph number `index` as `graph0.before.txt`, `.json`, `.graphml`, `.dot` and `.svg`.
 
     DOT needs the graphviz package; SVG also the dot program and at most `SVG_MAX_NODES` nodes. A compile
     must not fail for a missing picture, so these two are left out where they can't be made.
@@ -159,9 +164,10 @@ def write_dump(directory: str | Path, index: int, stage: str, gm: fx.GraphModule
     base = Path(directory) / f"graph{index}.{stage}"
     base.parent.mkdir(parents=True, exist_ok=True)
     # with_suffix would cut ".before" off.
-    written = [Path(f"{base}.txt"), Path(f"{base}.json")]
-    written[0].write_text(to_text(gm), encoding="utf-8")
-    written[1].write_text(to_json(gm), encoding="utf-8")
+    written = []
+    for kind, text in (("txt", to_text), ("json", to_json), ("graphml", to_graphml)):
+        written.append(Path(f"{base}.{kind}"))
+        written[-1].write_text(text(gm), encoding="utf-8")
     try:
         dot, svg = Path(f"{base}.dot"), Path(f"{base}.svg")
         dot.write_text(to_dot(gm), encoding="utf-8")
@@ -170,16 +176,6 @@ def write_dump(directory: str | Path, index: int, stage: str, gm: fx.GraphModule
             written.append(to_svg(gm, svg))
     except (ImportError, RuntimeError) as error:
         logging.getLogger(__name__).info("graph%d.%s: no picture: %s", index, stage, error)
-    return written
-
-
-def write_report(directory: str | Path, report: _Report) -> list[Path]:
-    """Write `report.txt` (as printed) and `report.json` into `directory`."""
-    base = Path(directory)
-    base.mkdir(parents=True, exist_ok=True)
-    written = [base / "report.txt", base / "report.json"]
-    written[0].write_text(f"{report}\n", encoding="utf-8")
-    written[1].write_text(report.to_json() + "\n", encoding="utf-8")
     return written
 
 
@@ -216,34 +212,38 @@ def _dtype(node: fx.Node) -> str | None:
 
 
 def _value_text(node: fx.Node) -> str:
-    return _show_value(_value(node))
+    return show_value(_value(node))
 
 
-def _show_value(value: Any) -> str:
+def show_value(value: Any) -> str:
     """A traced value in short: `float32[s0, 64]`, `(int64[8], float32[8])`, `SymInt(s0)`."""
     if isinstance(value, torch.Tensor):
         sizes = ", ".join(str(size) for size in value.shape)
         return f"{str(value.dtype).removeprefix('torch.')}[{sizes}]"
     if isinstance(value, tuple | list):
-        return f"({', '.join(_show_value(item) for item in value)})"
+        return f"({', '.join(show_value(item) for item in value)})"
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return f"{type(value).__name__}({value})"
     return type(value).__name__
 
 
 def _call_text(node: fx.Node) -> str:
-    target = _target(node.target)
+    target = target_name(node.target)
     if node.op == "placeholder":
         return node.op  # its target is its name in capitals
     if node.op == "get_attr":
         return f"get_attr[{target}]"
-    arguments = [_show(item) for item in node.args]
-    arguments += [f"{name}={_show(item)}" for name, item in node.kwargs.items()]
     prefix = "." if node.op == "call_method" else ""
-    return f"{prefix}{target}({', '.join(arguments)})"
+    return f"{prefix}{target}({show_arguments(node)})"
 
 
-def _target(target: Any) -> str:
+def show_arguments(node: fx.Node) -> str:
+    """The arguments of a call as text, nodes as `%name`."""
+    arguments = [_show(item) for item in node.args]
+    return ", ".join(arguments + [f"{name}={_show(item)}" for name, item in node.kwargs.items()])
+
+
+def target_name(target: Any) -> str:
     """A stable name of a node's target; never a repr, which may hold an address."""
     if isinstance(target, str):
         return target
@@ -269,8 +269,8 @@ def _show(item: Any) -> str:
         ends = [item.start, item.stop] + ([] if item.step is None else [item.step])
         return ":".join("" if end is None else _show(end) for end in ends)
     if isinstance(item, torch.Tensor):
-        return _show_value(item)
+        return show_value(item)
     if callable(item) and not isinstance(item, torch.dtype):
-        return _target(item)
+        return target_name(item)
     text = repr(item)
     return f"<{type(item).__name__}>" if " at 0x" in text else text

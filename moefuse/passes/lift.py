@@ -26,12 +26,17 @@ MOVES = VIEWS | {"aten::clone", "aten::_to_copy", "aten::reshape", "aten::_unsaf
 
 @dataclass(frozen=True)
 class Candidate:
-    """A MoE layer (site) or what looks like one (site None, with reason and node)."""
+    """A MoE layer (site) or what looks like one (site None, with reason and node).
+
+    gemms, loss: the products that look like a layer's, and how their meaning was lost; for the record of a report.
+    """
 
     layer: str
     node: Node
     site: Site | None = None
     reason: str = ""
+    gemms: tuple[Node, ...] = ()
+    loss: Lost | None = None
 
 
 def find(graph: Graph, parameters: frozenset[str], lifted: Lifted | None = None) -> list[Candidate]:
@@ -57,7 +62,10 @@ def find(graph: Graph, parameters: frozenset[str], lifted: Lifted | None = None)
         if layer and not routed and layer.rpartition(".")[0] in blocks and _on_every_token(gemms[0], lifted):
             continue  # a module of shared experts, beside the module of a complete layer
         lost.setdefault(_why(gemms, lifted, first_loss), []).extend(gemms)
-    found += [Candidate(common_layer(gemms), node, None, reason) for (node, reason), gemms in lost.items()]
+    found += [
+        Candidate(common_layer(gemms), node, None, reason, tuple(gemms), _loss_of(gemms, first_loss, lifted))
+        for (node, reason), gemms in lost.items()
+    ]
     return sorted(found, key=lambda candidate: candidate.node)
 
 
@@ -117,17 +125,21 @@ def _stacked_parameter(node: Node, lifted: Lifted, parameters: frozenset[str]) -
 
 def _why(gemms: list[Node], lifted: Lifted, first_loss: dict[Node, Node]) -> tuple[Node, str]:
     """The first loss that concerns a layer: at its GEMMs or behind them, by the order of the graph."""
-    reached = [first_loss[gemm] for gemm in gemms if gemm in first_loss]
-    before = None if reached else _before(gemms, lifted)
-    if not reached and before is None:
+    loss = _loss_of(gemms, first_loss, lifted)
+    if loss is None:
         text = "no rule connects its weights to a routing: no sorted, gathered or scattered ids reach it"
         if (mixture := _mixture(gemms[0])) is not None:
             text = f"its rows are mixtures of tokens (`{mixture.name}`): soft routing, no choice of experts"
         if (table := _rank_one(gemms[0], lifted)) is not None:
             text = f"each slot takes one row of `{table.name}`, not a matrix: experts of rank one have no GEMM to group"
         return gemms[0], f"`{gemms[0].name}`: {text}"
-    loss = before or lifted.losses[min(reached)]
     return loss.root.node, explain(loss)
+
+
+def _loss_of(gemms: list[Node], first_loss: dict[Node, Node], lifted: Lifted) -> Lost | None:
+    """The first loss at the GEMMs or behind them, else the nearest one before."""
+    reached = [first_loss[gemm] for gemm in gemms if gemm in first_loss]
+    return lifted.losses[min(reached)] if reached else _before(gemms, lifted)
 
 
 def _before(gemms: list[Node], lifted: Lifted) -> Lost | None:

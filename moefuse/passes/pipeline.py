@@ -18,6 +18,7 @@ from moefuse.options import Options
 from moefuse.passes.canonicalize import canonicalize
 from moefuse.passes.fuse import escaping, fuse_site
 from moefuse.passes.lift import Candidate, find
+from moefuse.passes.record import Recorder, Recording
 from moefuse.passes.unmark import clear, demand_fused, prove
 from moefuse.passes.verify import Checker, checker
 from moefuse.patterns.engine import lift
@@ -47,8 +48,10 @@ class FuseResult:
     checker: Checker | None = None
 
 
-def run(gm: GraphModule, parameters: frozenset[str], options: Options, *, training: bool) -> FuseResult:
-    """Rewrite `gm` in place.
+def run(
+    gm: GraphModule, parameters: frozenset[str], options: Options, *, training: bool, record: bool = False
+) -> FuseResult:
+    """Rewrite `gm` in place. record: give each layer its `region` and `launches_saved`, for people to look at.
 
     Raises RejectedError in mode "on" when a found layer isn't fused, UnprovedError where a rewritten loop
     (`moefuse.frontend`) isn't proved to mean what was written, or isn't fused.
@@ -60,22 +63,32 @@ def run(gm: GraphModule, parameters: frozenset[str], options: Options, *, traini
     if options.mode == "off":
         return result
     with _no_garbage_collection():
-        _run(gm, parameters, options, training, result)
+        _run(gm, parameters, options, training, record, result)
     result.nodes_after = len(graph.nodes)
     return result
 
 
 def _run(
-    gm: GraphModule, parameters: frozenset[str], options: Options, training: bool, result: FuseResult
+    gm: GraphModule,
+    parameters: frozenset[str],
+    options: Options,
+    training: bool,
+    record: bool,
+    result: FuseResult,
 ) -> None:
     graph = gm.graph
     loops = collect(graph)
+    recordings: list[Recording] = []
     with _timed(result.seconds, "canonicalize"):
         canonicalize(graph, training)
     with _timed(result.seconds, "lift"):
         lifted = lift(graph)
         candidates = find(graph, parameters, lifted)
         proofs = prove(loops, lifted)
+    if record:
+        with _timed(result.seconds, "record"):
+            recorder = Recorder(lifted)
+            recordings = [recorder.note(candidate) for candidate in candidates]
     with _timed(result.seconds, "fuse"):
         replaced: list[tuple[Node, Node]] = []
         # From the last to the first: what a later layer reads may be the very node that an earlier one replaces.
@@ -92,6 +105,13 @@ def _run(
             graph.eliminate_dead_code()
             _verify(graph, candidates, result.layers)
         gm.recompile()
+    if record:
+        with _timed(result.seconds, "record"):
+            outputs = iter([output for _, output in replaced[::-1]])
+            for i, (recording, layer) in enumerate(zip(recordings, result.layers, strict=True)):
+                output = next(outputs) if layer.fused else None
+                region, saved = recorder.finish(graph, recording, output)
+                result.layers[i] = replace(layer, region=region, launches_saved=saved)
 
 
 @contextmanager
@@ -113,7 +133,7 @@ def _no_garbage_collection() -> Iterator[None]:
 def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     start = time.process_time()
     yield
-    seconds[name] = time.process_time() - start
+    seconds[name] = seconds.get(name, 0.0) + time.process_time() - start
 
 
 def _treat(
@@ -134,7 +154,8 @@ def _treat(
     if candidate.site is None:
         return replace(report, check="lift", reason=candidate.reason)
     site = candidate.site
-    site.spec = replace(site.spec, training=training)
+    device = options.meta_device if site.spec.device.startswith("meta") else site.spec.device
+    site.spec = replace(site.spec, training=training, device=device)
     decision = policy.decide(site.spec, target=options.target)
     report = replace(
         report,

@@ -7,10 +7,12 @@ and tests.
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from moefuse.ops.spec import MoeSpec
 from moefuse.policy.check import CheckResult
+from moefuse.report.region import Region
 
 __all__ = ["CheckResult", "GraphReport", "LayerReport", "Report"]
 
@@ -25,6 +27,9 @@ class LayerReport:
     node: the graph node that was replaced, or the node at which the meaning was lost.
     source: "file:line" of that node in the user's model, "" where unknown.
     bytes: bytes of the expert weights (0 where the spec is unknown).
+    launches_saved: operators that compute something and are gone, less those that came; None where nobody asked
+        (`explain` and `dump` do) or nothing was fused.
+    region: the nodes before and after for `to_html`; None where nobody asked. Not in JSON.
     verified: with verify=True, after the first run: the largest relative difference of a token's output between the
         node and its region; None before.
     """
@@ -40,6 +45,8 @@ class LayerReport:
     bytes: int = 0
     checks: tuple[CheckResult, ...] = ()
     verified: float | None = None
+    launches_saved: int | None = None
+    region: Region | None = field(default=None, repr=False, metadata={"json": False})
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,16 @@ class Report:
         from moefuse.report import text  # text.py reads this module
 
         return text.plain(self)
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write the report as one page that needs nothing else, and return its path.
+
+        Layers show their graphs where the report comes from `moefuse.explain` or a compile with the option dump.
+        Raises ImportError without `pip install 'moefuse[html]'`, OSError where `path` can't be written.
+        """
+        from moefuse.report import html
+
+        return html.write(self, Path(path))
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-ready data, schema `moefuse.report/1`."""

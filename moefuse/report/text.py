@@ -156,7 +156,8 @@ def _count(number: int, noun: str) -> str:
 def _jsonable(value: Any) -> Any:
     """Dataclasses, mappings and sequences down to JSON's own types; anything else as text."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _jsonable(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        fields = [field.name for field in dataclasses.fields(value) if field.metadata.get("json", True)]
+        return {name: _jsonable(getattr(value, name)) for name in fields}
     if isinstance(value, Mapping):
         return {str(key): _jsonable(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

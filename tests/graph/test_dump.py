@@ -147,7 +147,8 @@ def test_a_failing_dot_is_named(gm, tmp_path, monkeypatch):
 def test_write_dump_names_the_files_after_graph_and_stage(gm, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "")
     written = dump.write_dump(tmp_path / "new" / "folder", 0, "before", gm)
-    assert [path.name for path in written] == ["graph0.before.txt", "graph0.before.json", "graph0.before.dot"]
+    kinds = ("txt", "json", "graphml", "dot")
+    assert [path.name for path in written] == [f"graph0.before.{kind}" for kind in kinds]
     assert written[0].read_text() == dump.to_text(gm)
     assert json.loads(written[1].read_text()) == dump.to_dict(gm)
 
@@ -163,14 +164,14 @@ def test_write_dump_draws_when_dot_is_there_and_survives_its_failure(gm, tmp_pat
     assert dump.write_dump(tmp_path, 3, "after", gm)[-1].name == "graph3.after.dot"
 
 
-def test_write_report_writes_what_is_printed_and_json(tmp_path):
-    class Printed:
-        def __str__(self):
-            return "as printed"
+def test_graphml_is_read_back_by_networkx(gm):
+    import networkx
 
-        def to_json(self):
-            return "{}"
-
-    text, data = dump.write_report(tmp_path / "new", Printed())
-    assert (text.name, text.read_text()) == ("report.txt", "as printed\n")
-    assert (data.name, data.read_text()) == ("report.json", "{}\n")
+    graph = networkx.parse_graphml(dump.to_graphml(gm))
+    assert set(graph.nodes) == {node.name for node in gm.graph.nodes}
+    assert set(graph.edges) == {
+        (arg.name, node.name) for node in gm.graph.nodes for arg in node.all_input_nodes
+    }
+    assert graph.nodes["linear"]["target"] == "aten.linear.default"
+    assert graph.nodes["linear"]["dtype"] == "float32"
+    assert graph.nodes["topk"]["shape"] == ""

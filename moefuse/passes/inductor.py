@@ -1,0 +1,124 @@
+"""moefuse as a pass of Inductor, for programs that compile with Inductor and have a hook for passes of their own.
+
+In: the graph that Inductor hands to `pre_grad_custom_pass`: Dynamo's, before autograd. Out: the same graph object with
+every MoE layer that could be fused as one mega_moe node, or untouched. Later hooks (`joint_custom_*`, `post_grad_*`,
+and so vLLM's pass manager) see a graph that Inductor has decomposed, in which casts and activations lie in pieces:
+there the pass leaves the graph as it is and says so.
+"""
+
+import functools
+import hashlib
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph, GraphModule, Node
+
+import moefuse
+from moefuse.graph.capture import CaptureError, capture
+from moefuse.options import Options
+from moefuse.passes import pipeline
+from moefuse.passes.pipeline import FuseResult
+from moefuse.report.journal import JOURNAL
+from moefuse.report.model import GraphReport
+
+log = logging.getLogger("moefuse")
+
+HOOK = "pre_grad_custom_pass"
+
+
+class InductorPass(CustomGraphPass):
+    """Call it with a graph. Inductor keys its caches by `uuid`, so a cached graph is one that this very pass made."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self.options = Options.parse(options)
+
+    def uuid(self) -> str:
+        """Of this version's sources and of the options."""
+        return f"moefuse-{_sources()}-{self.options}"
+
+    def __call__(self, graph: Graph) -> None:
+        """Rewrite the graph in place. In mode "on" an obstacle is an error, otherwise the graph stays and it is logged.
+
+        Raises:
+            RejectedError, CaptureError: in mode "on".
+        """
+        gm = graph.owning_module
+        before = len(graph.nodes)
+        try:
+            if gm is None or (obstacle := _obstacle(graph)):
+                raise CaptureError(obstacle if gm is not None else "the graph belongs to no GraphModule")
+            captured = capture(
+                gm, [node.meta["example_value"] for node in graph.find_nodes(op="placeholder")]
+            )
+            result = pipeline.run(
+                captured.graph_module, captured.parameters, self.options, training=captured.training
+            )
+        except CaptureError as error:
+            if self.options.mode == "on":
+                raise
+            JOURNAL.record(
+                GraphReport(JOURNAL.next_index(), (), before, before, note=f"left as it is: {error}"), None
+            )
+            return
+        JOURNAL.record(_report(result), None)
+        if result.calls:
+            _replace(graph, gm, result.graph_module)
+
+
+def _obstacle(graph: Graph) -> str:
+    """Why this graph can't be taken; "" where it can."""
+    if torch._C._is_any_autocast_enabled():
+        return "under autocast the pass would have casts made twice; use torch.compile(backend='moefuse')"
+    if all("example_value" in node.meta for node in graph.find_nodes(op="placeholder")):
+        return ""
+    return f"this hook's graph is decomposed already: give the pass to Inductor as {HOOK}"
+
+
+def _report(result: FuseResult) -> GraphReport:
+    return GraphReport(
+        JOURNAL.next_index(),
+        tuple(result.layers),
+        result.nodes_before,
+        result.nodes_after,
+        result.seconds,
+    )
+
+
+def _replace(graph: Graph, gm: GraphModule, new: GraphModule) -> None:
+    """Everything but the placeholders becomes what `new` holds."""
+    for node in reversed(list(graph.nodes)):
+        if node.op != "placeholder":
+            graph.erase_node(node)
+    olds, news = graph.find_nodes(op="placeholder"), new.graph.find_nodes(op="placeholder")
+    nodes: dict[Node, Node] = dict(zip(news, olds, strict=True))
+    for getter in new.graph.find_nodes(op="get_attr"):
+        owner, _, name = str(getter.target).rpartition(".")
+        if not _has(gm, str(getter.target)):
+            gm.add_submodule(owner, torch.nn.Module()) if owner else None
+            setattr(gm.get_submodule(owner), name, getattr(new.get_submodule(owner), name))
+    graph.output(graph.graph_copy(new.graph, nodes))
+    graph.lint()
+    gm.recompile()
+
+
+def _has(gm: GraphModule, path: str) -> bool:
+    value: Any = gm
+    for name in path.split("."):
+        if not hasattr(value, name):
+            return False
+        value = getattr(value, name)
+    return True
+
+
+@functools.cache
+def _sources() -> str:
+    """A hash of the package's own files: whatever may change what the pass does."""
+    digest = hashlib.sha256()
+    root = Path(moefuse.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,133 @@
+"""A fact in words, for people: `[i·j, k] = Σl x[i, l] * w[ids[i, j], k, l]`.
+
+In: a `Fact`. Out: one line. Axes get letters in the order in which they appear; `p` stands for a sorted order, whose
+sort is named at the end. For reading only: nothing is decided from it.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from moefuse.patterns.facts import (
+    At,
+    Axis,
+    Cases,
+    Const,
+    Coords,
+    Count,
+    Dense,
+    Digit,
+    Dims,
+    Dot,
+    Expr,
+    Fact,
+    Group,
+    Leaf,
+    Offs,
+    OneHot,
+    Op,
+    Part,
+    Perm,
+    Pos,
+    Sum,
+)
+
+_LETTERS = "ijklmnabcdefgh"
+_INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "floor_divide": "//"}
+
+
+def words(fact: Fact) -> str:
+    """The fact as one line."""
+    speaker = _Speaker()
+    text = f"[{speaker.dims(fact.dims)}] = {speaker.expr(fact.expr)}"
+    return "; ".join([text, *speaker.notes.values()])
+
+
+class _Speaker:
+    """Names for the axes of one fact."""
+
+    def __init__(self) -> None:
+        self.names: dict[Any, str] = {}
+        self.notes: dict[Any, str] = {}
+
+    def dims(self, dims: Dims) -> str:
+        return ", ".join(self.group(group) for group in dims)
+
+    def group(self, group: Group) -> str:
+        return "·".join(map(self.digit, group)) or "0"
+
+    def digit(self, digit: Digit) -> str:
+        if isinstance(digit, At):
+            return self.expr(digit.expr)
+        if isinstance(digit, Part):
+            inner = self.group(digit.group) if digit.group else ""
+            step = f"{digit.step}*" if inner and digit.step != 1 else ""
+            return " + ".join(
+                [str(digit.start)] * bool(digit.start or not inner) + [step + inner] * bool(inner)
+            )
+        if isinstance(digit, Axis):
+            return self._name(digit, _LETTERS)
+        known = digit in self.names
+        name = self._name(digit, "pqrs")
+        if not known:
+            over = self.group(digit.over)
+            found = (
+                f"{name} runs over {over} in the order of `{digit.sort.name}`"
+                if isinstance(digit, Perm)
+                else f"{name} runs over the {over} of expert {digit.expert}, as `{digit.source.name}` lists them"
+            )
+            self.notes[digit] = found
+        return name
+
+    def _name(self, digit: Digit, letters: str) -> str:
+        if digit not in self.names:
+            taken = sum(name[0] in letters for name in self.names.values())
+            self.names[digit] = letters[taken % len(letters)] + "'" * (taken // len(letters))
+        return self.names[digit]
+
+    def expr(self, expr: Expr) -> str:
+        for kind, say in _SAY.items():
+            if isinstance(expr, kind):
+                return str(say(self, expr))
+        return type(expr).__name__.lower()
+
+    def leaf(self, leaf: Leaf) -> str:
+        return f"`{leaf.node.name}`" + (f"[{self.dims(leaf.index)}]" if leaf.index else "")
+
+    def op(self, op: Op) -> str:
+        name = op.target._schema.name.partition("::")[2]
+        parts = [self.expr(arg) if isinstance(arg, Expr) else str(arg) for arg in op.args]
+        if name in _INFIX and len(parts) == 2:
+            return f"({parts[0]} {_INFIX[name]} {parts[1]})"
+        return f"{name}({', '.join([*parts, *(f'{key}={value}' for key, value in op.kwargs)])})"
+
+    def total(self, over: Iterable[Axis], body: str) -> str:
+        axes = "".join(self._name(axis, _LETTERS) for axis in over)
+        return f"Σ{axes} {body}"
+
+    def dot(self, dot: Dot) -> str:
+        return f"({self.total(dot.over, f'{self.expr(dot.a)} * {self.expr(dot.b)}')})"
+
+    def cases(self, cases: Cases) -> str:
+        case = cases.case
+        rows = self.total(case.slots, f"{self.expr(case.rows)} where {self.expr(case.ids)} == {case.expert}")
+        return f"{rows}, added to what the experts before it gave" if cases.earlier is not None else rows
+
+    def base(self, total: Sum) -> str:
+        body = self.total(total.over, self.expr(total.body))
+        return body if total.base is None else f"`{total.base.name}` + {body}"
+
+
+_SAY: dict[type[Expr], Any] = {
+    Leaf: _Speaker.leaf,
+    Const: lambda _, e: f"{e.value:g}",
+    Pos: lambda s, e: f"position({s.group(e.group)})",
+    Op: _Speaker.op,
+    Dot: _Speaker.dot,
+    Sum: _Speaker.base,
+    Cases: _Speaker.cases,
+    Coords: lambda s, e: f"the indices ({s.dims(e.columns)}) of what isn't zero",
+    OneHot: lambda s, e: f"({s.expr(e.ids)} == {s.group(e.at)})",
+    Dense: lambda s, e: f"({s.expr(e.value)} where {s.expr(e.ids)} == {s.group(e.at)}, else {e.fill:g})",
+    Count: lambda s, e: f"how many of {s.expr(e.ids)} are {s.group(e.at)}",
+    Offs: lambda s, e: f"how many of {s.expr(e.ids)} are at most {s.group(e.at)}",
+}
