@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from moefuse.frontend.breaks import breaks_noted, condition_of
+from moefuse.frontend.breaks import SWITCHED, breaks_noted, condition_of
 from moefuse.frontend.lifter import refusals
 from moefuse.graph.capture import capture
-from moefuse.onegraph import REFUSED, FrontEnd
+from moefuse.onegraph import FrontEnd
 from moefuse.options import Options
 from moefuse.passes import pipeline
 from moefuse.report.journal import JOURNAL
-from moefuse.report.model import GraphReport, LayerReport, Report
+from moefuse.report.model import NO_GRAPH, GraphReport, LayerReport, Report
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def explain(
     graphs: list[GraphReport] = []
 
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        condition = condition_of(gm.graph)
+        condition = condition_of(gm.graph) or (SWITCHED if front_end.switched else "")
         with refusals():
             compiled = compile_graph(gm, example_inputs, options, {}, record=True)
         if condition and compiled.report.fused and not compiled.report.note:
@@ -74,14 +74,12 @@ def explain(
         return run
 
     def tell(refused: tuple[LayerReport, ...]) -> None:
-        graphs.append(GraphReport(JOURNAL.next_index(), refused, note=REFUSED))
+        graphs.append(GraphReport(JOURNAL.next_index(), refused, note=NO_GRAPH))
 
     front_end = FrontEnd(model, lambda frame: torch.compile(frame, backend=backend), options, tell)
     with breaks_noted() as breaks:
         front_end(*args, **kwargs)
-    if breaks:
-        graphs.append(GraphReport(JOURNAL.next_index(), (), note="\n".join(breaks)))
-    return _written(Report(tuple(graphs)), options)
+    return _written(Report(tuple(graphs), tuple(breaks)), options)
 
 
 def _written(report: Report, options: Options) -> Report:

@@ -25,7 +25,7 @@ from moefuse.options import Options
 from moefuse.passes.pipeline import RejectedError
 from moefuse.patterns.markers import UnprovedError
 from moefuse.report.journal import JOURNAL
-from moefuse.report.model import GraphReport, LayerReport
+from moefuse.report.model import NO_GRAPH, GraphReport, LayerReport
 
 LOOP, GROUPED = "eager", "grouped_mm"
 """transformers' names of the loop over experts and of its equivalent in one graph."""
@@ -54,10 +54,7 @@ def compile(
 
 
 def _to_journal(refused: tuple[LayerReport, ...]) -> None:
-    JOURNAL.record(GraphReport(JOURNAL.next_index(), refused, note=REFUSED), None)
-
-
-REFUSED = "loops over experts that stay as they are"
+    JOURNAL.record(GraphReport(JOURNAL.next_index(), refused, note=NO_GRAPH), None)
 
 
 class FrontEnd:
@@ -101,6 +98,11 @@ class FrontEnd:
                     raise
             finally:
                 self._tell_refused()
+
+    @property
+    def switched(self) -> bool:
+        """True while a transformers model runs with another experts implementation than its own."""
+        return self._switch.switched
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FrontEnd":
         """The same around a copy of the model."""
@@ -187,6 +189,11 @@ class _ExpertsSwitch:
         self._lock = threading.Lock()
         self._calls = 0
         self._switched: list[Any] = []
+
+    @property
+    def switched(self) -> bool:
+        """True while some configuration is switched."""
+        return bool(self._switched)
 
     @contextmanager
     def grouped(self) -> Iterator[None]:

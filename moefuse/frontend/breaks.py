@@ -13,8 +13,10 @@ from torch.fx import Graph
 
 from moefuse.ops.loop_markers import marked
 
-REWRITTEN = "through moefuse.compile only: torch.compile alone breaks the graph at a loop over experts that branches on data"
-DEPENDENT = "through moefuse.compile or fullgraph=True only: torch.compile alone breaks the graph at sizes that depend on data"
+_ALONE = "torch.compile alone breaks the graph at"
+REWRITTEN = f"through moefuse.compile only: {_ALONE} a loop over experts that branches on data"
+DEPENDENT = f"through moefuse.compile or fullgraph=True only: {_ALONE} sizes that depend on data"
+SWITCHED = f"through moefuse.compile only: {_ALONE} experts_implementation='eager', run as 'grouped_mm' here"
 BRANCH = "take the branch out (an expert without tokens adds nothing), or loop over range(number of experts)"
 
 _OWN = os.path.dirname(__file__) + os.sep

@@ -31,6 +31,7 @@ class Counts:
         ]
         if spec.ids_checked:  # no slot belongs to anything but an expert
             self._each[-1] = self.slots - sympy.Add(*self._each[:-1])
+        self._checked = spec.ids_checked
         self._known: dict[sympy.Symbol, sympy.Expr] = {}
         for symbol, meaning in site.counts.items():
             if (ids := _ids(meaning)) is not None and ids.node is layer.ids.node and self._covers(meaning):
@@ -38,13 +39,12 @@ class Counts:
 
     def _covers(self, meaning: Perm | Pick | Tally) -> bool:
         """False for the count of an expert that there is not: of ids that belong to nothing there may be any number."""
-        return not isinstance(meaning, Tally) or max(meaning.experts) < len(self._each)
+        return self._checked or isinstance(meaning, Perm) or max(_experts(meaning)) < len(self._each)
 
     def _count(self, meaning: Perm | Pick | Tally) -> sympy.Expr:
         if isinstance(meaning, Perm):
             return self.slots
-        experts = {meaning.expert} if isinstance(meaning, Pick) else meaning.experts
-        return sympy.Add(*(self._each[e] for e in experts))
+        return sympy.Add(*(self._each[e] for e in _experts(meaning) if e < len(self._each)))
 
     def settled(self, size: Any) -> sympy.Basic:
         """A size or comparison in terms of the counts."""
@@ -90,6 +90,10 @@ class Counts:
             else:
                 least += factor * term
         return bool(sympy.expand(least + lowest * self.slots).is_nonnegative)
+
+
+def _experts(meaning: Pick | Tally) -> set[int]:
+    return {meaning.expert} if isinstance(meaning, Pick) else set(meaning.experts)
 
 
 def _ids(meaning: Perm | Pick | Tally) -> Leaf | None:

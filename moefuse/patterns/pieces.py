@@ -167,8 +167,8 @@ def cat(lift: Lifting, node: Node) -> Outcome:
         if not isinstance(pick, Pick) or not own or not part.expr.hard:
             raise Conflict(f"piece {expert} of the rows that are put together isn't that of expert {expert}")
         unifier = Unifier()
-        for own, other in zip(index, (pick.over, *part.dims[1:]), strict=True):
-            unifier.unify(own, other)
+        for group, other in zip(index, (pick.over, *part.dims[1:]), strict=True):
+            unifier.unify(group, other)
         if any(unifier.resolve(group) != group for group in index):
             raise Conflict("the pieces of the experts have different shapes")
     order = Perm(first.source, first.over, first.key)

@@ -14,7 +14,9 @@ from moefuse.ops.spec import MoeSpec
 from moefuse.policy.check import CheckResult
 from moefuse.report.region import Region
 
-__all__ = ["CheckResult", "GraphReport", "LayerReport", "Report"]
+__all__ = ["NO_GRAPH", "CheckResult", "GraphReport", "LayerReport", "Report"]
+
+NO_GRAPH = "loops over experts that stay as they are"
 
 
 @dataclass(frozen=True)
@@ -69,9 +71,13 @@ class GraphReport:
 
 @dataclass(frozen=True)
 class Report:
-    """All captured graphs of one model, in capture order."""
+    """All captured graphs of one model, in capture order. notes: where the graph breaks, as far as it was watched.
+
+    A graph whose note is `NO_GRAPH` was never one: its sites are loops over experts that didn't get into any.
+    """
 
     graphs: tuple[GraphReport, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def sites(self) -> tuple[LayerReport, ...]:

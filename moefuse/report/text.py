@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moefuse.report.model import GraphReport, LayerReport, Report
+from moefuse.report.model import NO_GRAPH, GraphReport, LayerReport, Report
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -24,6 +24,7 @@ _NOTHING = (
     "No MoE layer was found.",
     "What to try:",
     "  - moefuse.compile(model) instead of torch.compile: it gets loops over experts into one graph",
+    '  - transformers models: experts_implementation="grouped_mm"',
     "  - compile with fullgraph=True: it shows where the graph breaks, and a broken graph has no whole layer",
     "  - `moefuse explain module:factory` on the model alone, `moefuse dump` for the graph that was searched",
 )
@@ -38,8 +39,8 @@ def plain(report: Report) -> str:
         sections.append("\n".join(_aligned(row, widths) for row in rows))
     elif _searched(report):
         sections.append("\n".join(_NOTHING))
-    if report.graphs:
-        sections.append("\n".join(graph_line(graph) for graph in report.graphs))
+    if lines := graph_lines(report):
+        sections.append("\n".join(lines))
     return "\n\n".join(sections)
 
 
@@ -69,7 +70,8 @@ def render(report: Report) -> RenderableType:
         parts.append(Text("moefuse: " + summary(report), style="bold"))
         if _searched(report):
             parts.append(Text("\n".join(_NOTHING), style="yellow"))
-    parts += [Text(graph_line(graph), style="red" if graph.error else "") for graph in report.graphs]
+    failed = any(graph.error for graph in report.graphs)
+    parts += [Text(line, style="red" if failed else "") for line in graph_lines(report)]
     return Group(*parts)
 
 
@@ -79,6 +81,7 @@ def to_dict(report: Report) -> dict[str, Any]:
         "schema": SCHEMA,
         "summary": {"layers": len(report.sites), "fused": report.fused, "graphs": len(report.graphs)},
         "graphs": [_jsonable(graph) for graph in report.graphs],
+        "notes": list(report.notes),
     }
 
 
@@ -88,8 +91,13 @@ def summary(report: Report) -> str:
     fused = f"{report.fused} of {layers} fused" if report.sites else "no MoE layer"
     failed = sum(bool(graph.error) for graph in report.graphs)
     trouble = f"; moefuse failed in {_count(failed, 'graph')}, see below" if failed else ""
-    graphs = sum(graph.nodes_before > 0 or bool(graph.error) for graph in report.graphs)
+    graphs = sum(graph.note != NO_GRAPH for graph in report.graphs)
     return f"{fused} in {_count(graphs, 'graph')}{trouble}"
+
+
+def graph_lines(report: Report) -> list[str]:
+    """A line (or more) for each graph, then the notes."""
+    return [*(graph_line(graph) for graph in report.graphs if graph.note != NO_GRAPH), *report.notes]
 
 
 def graph_line(graph: GraphReport) -> str:

@@ -192,9 +192,7 @@ def test_after_an_error_the_model_is_as_it_was() -> None:
     fused = moefuse.compile(model, inner="eager")
     x = torch.randn(9, H)
     with torch.no_grad():
-        with pytest.raises(
-            Exception, match="must have same reduction dim|size mismatch|cannot be multiplied"
-        ):
+        with pytest.raises(Exception, match=r"must have same reduction dim|size mismatch"):
             fused(torch.randn(9, H + 1))
         assert not any("forward" in vars(module) for module in model.modules())
         torch.testing.assert_close(fused(x), model(x), atol=FP32, rtol=FP32)
