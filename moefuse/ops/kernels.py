@@ -1,7 +1,7 @@
-"""The kernels that mega_moe calls, by target name.
+"""The kernels that mega_moe calls, by target name, and what lets them work over several ranks.
 
-In: targets register here when `moefuse.targets` is imported. Out: one dictionary lookup per call. It lives
-below the targets so that the operator depends on none of them.
+In: targets register here when `moefuse.targets` is imported, the communicator when `moefuse.comm` is. Out: one
+dictionary lookup per call. It lives below both so that the operator depends on neither.
 """
 
 from collections.abc import Sequence
@@ -50,3 +50,39 @@ def kernel(name: str) -> Kernel:
     if name not in _KERNELS:
         raise ValueError(f"mega_moe: target: expected one of {sorted(_KERNELS)}, got {name!r}")
     return _KERNELS[name]
+
+
+class Communicator(Protocol):
+    """Computes one layer over all ranks of a context, the experts' rows with `kernel`."""
+
+    def __call__(
+        self,
+        kernel: Kernel,
+        context: Tensor,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        weight1: Sequence[Tensor],
+        weight2: Sequence[Tensor],
+        bias1: Sequence[Tensor],
+        bias2: Sequence[Tensor],
+        options: Options,
+        row_scale: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns y [T, O] of this rank's tokens and expert_token_nums [local experts] int32."""
+        ...
+
+
+_COMMUNICATORS: list[Communicator] = []
+
+
+def register_communicator(communicator: Communicator) -> None:
+    """Make `communicator` answer mega_moe.ep. The last registration holds."""
+    _COMMUNICATORS.append(communicator)
+
+
+def communicator() -> Communicator:
+    """What answers mega_moe.ep."""
+    if not _COMMUNICATORS:
+        import_module("moefuse.comm")
+    return _COMMUNICATORS[-1]

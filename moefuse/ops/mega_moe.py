@@ -19,7 +19,7 @@ from moefuse.ops.options import Options, check_arguments
 # Weights are lists: one stacked 3-D tensor per part ([E, N, H] when transposed, else [E, H, N]; two parts, gate
 # and up, for gate_up="separate") or one 2-D tensor per expert (all gates before all ups). Biases alike. The row
 # scale is one tensor, [O] or [E, O].
-_SCHEMA = (
+SCHEMA = (
     "mega_moe(Tensor? context, Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor[] weight1, Tensor[] weight2,"
     " Tensor[] bias1, Tensor[] bias2, Tensor? row_scale=None, *, int num_experts, int ep_world_size=1,"
     " bool transpose_weight1=True, bool transpose_weight2=True, str gate_up='concat',"
@@ -51,7 +51,7 @@ def _run(
     )
 
 
-def _fake(
+def fake(
     context: Tensor | None,
     x: Tensor,
     topk_ids: Tensor,
@@ -65,6 +65,7 @@ def _fake(
     target: str = "reference",
     **constants: Any,
 ) -> tuple[Tensor, Tensor]:
+    """The outputs' shapes and dtypes; the token count may be symbolic."""
     options = Options(**constants)
     out_features = check_arguments(
         x, topk_ids, topk_weights, weight1, weight2, bias1, bias2, options, row_scale
@@ -108,8 +109,8 @@ _PLAIN_KEYS = frozenset(
     (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA, torch._C.DispatchKey.PrivateUse1)
 )
 
-LIBRARY.define(_SCHEMA, tags=TAGS)
+LIBRARY.define(SCHEMA, tags=TAGS)
 _OP = torch.ops.moefuse.mega_moe.default
 LIBRARY.impl("mega_moe", _run, "CompositeExplicitAutograd")
 LIBRARY.impl("mega_moe", _autograd, "Autograd", with_keyset=True)
-torch.library.register_fake("moefuse::mega_moe", _fake, lib=LIBRARY)
+torch.library.register_fake("moefuse::mega_moe", fake, lib=LIBRARY)

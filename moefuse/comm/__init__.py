@@ -1,0 +1,33 @@
+"""Expert-parallel communication: contexts, and the transports between ranks.
+
+In: a process group and a `Capacity`. Out: `context_for`, whose tensor is the first argument of `mega_moe.ep`.
+Importing this room makes that operator runnable.
+"""
+
+from moefuse.comm import expert_parallel  # noqa: F401  (registers what mega_moe.ep calls)
+from moefuse.comm.capacity import Capacity
+from moefuse.comm.context import CommContext, close_contexts, context_for, contexts
+from moefuse.comm.errors import (
+    CapacityError,
+    CommError,
+    ContextError,
+    ContextInUseError,
+    PeerError,
+    RendezvousError,
+    WindowError,
+)
+
+__all__ = [
+    "Capacity",
+    "CapacityError",
+    "CommContext",
+    "CommError",
+    "ContextError",
+    "ContextInUseError",
+    "PeerError",
+    "RendezvousError",
+    "WindowError",
+    "close_contexts",
+    "context_for",
+    "contexts",
+]

@@ -1,0 +1,71 @@
+"""Waiting for the other ranks of a host, with a time limit and an ear for those that fail.
+
+In: the ranks' windows. Out: `Barrier`. Each rank counts its arrivals in its own window and reads the others'. A rank
+that raises leaves its name there; one that dies loses the lock on its window. Whoever notices tells the rest.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from moefuse.comm.errors import PeerError
+from moefuse.comm.window import Window, fence
+
+_SPINS = 200
+_YIELDS_SECONDS = 0.002
+_LONGEST_SLEEP = 0.001
+_LOOK_EVERY = 0.01
+
+
+def poll(done: Callable[[], bool], look: Callable[[], None]) -> None:
+    """Wait until `done`: first hot, then yielding the core, then in short sleeps; `look` now and then, it may raise."""
+    for _ in range(_SPINS):
+        if done():
+            return
+    look()
+    start = looked = time.monotonic()
+    while not done():
+        now = time.monotonic()
+        if now - looked > _LOOK_EVERY:
+            look()
+            looked = now
+        waited = now - start
+        time.sleep(0 if waited < _YIELDS_SECONDS else min(waited / 10, _LONGEST_SLEEP))
+
+
+class Barrier:
+    """All ranks of a context, window by window in rank order."""
+
+    def __init__(self, windows: Sequence[Window], rank: int, timeout: float) -> None:
+        self.windows, self.rank, self.timeout = windows, rank, timeout
+        self._epoch = 0
+
+    def wait(self) -> None:
+        """Return when every rank is here. Raises PeerError naming a rank that failed or isn't here in time."""
+        self._epoch += 1
+        fence()
+        self.windows[self.rank].words[Window.EPOCH] = self._epoch
+        deadline = time.monotonic() + self.timeout
+        for peer in range(len(self.windows)):
+            if not self._arrived(peer):
+                poll(partial(self._arrived, peer), partial(self._look, peer, deadline))
+        fence()
+
+    def _arrived(self, peer: int) -> bool:
+        return self.windows[peer].words[Window.EPOCH] >= self._epoch
+
+    def _look(self, late: int, deadline: float) -> None:
+        for window in self.windows:
+            if (poisoned := window.poisoned()) is not None:
+                raise self.failure(*poisoned)
+        for peer, window in enumerate(self.windows):
+            # asked again: it may have arrived, and then ended, since
+            if not self._arrived(peer) and not window.alive() and not self._arrived(peer):
+                raise self.failure(peer, "its process ended, or closed its context")
+        if time.monotonic() > deadline:
+            raise self.failure(late, f"it didn't reach the barrier within {self.timeout:g} s")
+
+    def failure(self, culprit: int, reason: str) -> PeerError:
+        """Pass the news on, and the error to raise."""
+        self.windows[self.rank].poison(culprit, reason)
+        return PeerError(f"rank {culprit} failed: {reason}", culprit)

@@ -1,0 +1,110 @@
+"""The parts of an expert-parallel layer that need no other rank: sorting the slots, summing the planes.
+
+In: one rank's tokens and routing. Out: slots sorted by expert with their edges, and y. Both transports use them, so
+that they mean the same; the sum is that of a layer on one rank (ops/expert.py), slot by slot.
+"""
+
+import zlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from moefuse.comm.capacity import Capacity
+from moefuse.comm.errors import CapacityError, ContextError
+from moefuse.ops.expert import identity_ids, scale_rows, sum_dtype
+from moefuse.ops.options import Options
+
+_COMBINE_TOKENS = 64  # the rows of so many tokens are widened at a time, and stay in the cache
+
+LocalExperts = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""rows [n, H], local expert of each row [n, 1] int64, routing weights [n, 1] -> rows [n, O] in the dtype of x."""
+
+
+class Call(NamedTuple):
+    """One forward of one layer on this rank: x [T, H], topk_ids and topk_weights [T, K], and its own experts."""
+
+    x: Tensor
+    topk_ids: Tensor
+    topk_weights: Tensor
+    options: Options
+    experts: LocalExperts
+
+    @property
+    def weights_travel(self) -> bool:
+        """True when an expert needs the routing weights; otherwise they are applied at home."""
+        return self.options.weight_position != "output"
+
+    @property
+    def fingerprint(self) -> int:
+        """Equal on all ranks that are in the same kind of layer."""
+        return zlib.crc32(
+            repr((self.options, self.topk_ids.shape[1], self.x.shape[1], self.x.dtype)).encode()
+        )
+
+
+class Traffic(NamedTuple):
+    """Bytes that crossed between ranks: token rows and routing that came in, result rows and counts that went out."""
+
+    rows: int = 0
+    results: int = 0
+    routing: int = 0
+
+
+def sort_slots(call: Call) -> tuple[Tensor, Tensor]:
+    """Slots sorted by expert, and the E + 1 edges between the experts, both int64.
+
+    Slot t * K + k is that of token t's k-th choice. Ids outside 0..E-1 lie before the first or after the last edge.
+    """
+    ids, order = call.topk_ids.reshape(-1).sort(stable=True)
+    experts = torch.arange(call.options.num_experts + 1, dtype=ids.dtype, device=ids.device)
+    return order, torch.searchsorted(ids, experts)
+
+
+def check_notes(notes: Tensor, call: Call, capacity: Capacity) -> None:
+    """notes [W, 2]: each rank's token count and fingerprint. Every rank reads the same and raises the same.
+
+    Raises CapacityError where a rank has too many tokens, ContextError where ranks are in different layers.
+    """
+    tokens, prints = notes.t().tolist()
+    limit = capacity.max_tokens_per_rank
+    over = [f"rank {rank} has {n}" for rank, n in enumerate(tokens) if n > limit]
+    if over:
+        raise CapacityError(
+            f"more tokens than the context holds: {', '.join(over)}, max_tokens_per_rank is {limit}. Nothing was "
+            f"sent; make the context for the largest batch"
+        )
+    other = [str(rank) for rank, value in enumerate(prints) if value != prints[0]]
+    if other:
+        raise ContextError(f"rank {', '.join(other)} runs another layer than rank 0 at the same time")
+
+
+def combine(planes: Tensor, call: Call) -> Tensor:
+    """y [T, O] from the result rows of all slots, planes [T, K, O].
+
+    Rows of slots without an expert may hold anything; those of identity experts are filled in here.
+    """
+    x, ids, options = call.x, call.topk_ids, call.options
+    dtype = sum_dtype(x.dtype)
+    valid = (ids >= 0) & (ids < options.num_experts + options.num_identity_experts)
+    all_valid = bool(valid.all())
+    if options.num_identity_experts:
+        token, slot = torch.where(identity_ids(ids, options))
+        rows = x[token]
+        if options.weight_position != "output":
+            rows = scale_rows(rows, call.topk_weights[token, slot])
+        planes[token, slot] = rows
+    weights = call.topk_weights.to(dtype).unsqueeze(-1) if options.weight_position == "output" else None
+    y = x.new_empty((x.shape[0], planes.shape[2]), dtype=options.output_dtype or x.dtype)
+    for start in range(0, x.shape[0], _COMBINE_TOKENS):
+        own = slice(start, start + _COMBINE_TOKENS)
+        wide = planes[own].to(dtype)
+        if weights is not None:
+            wide = wide * weights[own]
+        if options.product_dtype is not None:
+            wide = wide.to(options.product_dtype).to(dtype)
+        if not all_valid:
+            wide = wide.where(valid[own].unsqueeze(-1), 0)
+        y[own] = wide.sum(1)
+    return y

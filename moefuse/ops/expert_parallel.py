@@ -1,0 +1,56 @@
+"""`torch.ops.moefuse.mega_moe.ep`: a layer whose experts are spread over the ranks of a context.
+
+In: the arguments of `mega_moe`; `context` is the tensor of a `CommContext`, x this rank's tokens, topk_ids name
+experts of all ranks, and the weights are those of this rank's experts: rank r of W holds E/W of them, from r * E/W on.
+Out: y of this rank's tokens, and the slots that its experts received from all ranks [E/W].
+
+Functional, but every rank must run it as often and in the same order as the others: it counts as having side effects,
+so that no compiler removes it. It has no gradient, and says so where one is asked for.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefuse.ops.kernels import communicator, kernel
+from moefuse.ops.library import LIBRARY, TAGS
+from moefuse.ops.mega_moe import SCHEMA, fake
+from moefuse.ops.options import Options, check_arguments
+
+
+def _run(
+    context: Tensor,
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    weight1: Sequence[Tensor],
+    weight2: Sequence[Tensor],
+    bias1: Sequence[Tensor],
+    bias2: Sequence[Tensor],
+    row_scale: Tensor | None = None,
+    *,
+    target: str = "reference",
+    **constants: Any,
+) -> tuple[Tensor, Tensor]:
+    options = Options(**constants)
+    check_arguments(x, topk_ids, topk_weights, weight1, weight2, bias1, bias2, options, row_scale)
+    layer = (x, topk_ids, topk_weights, weight1, weight2, bias1, bias2, options, row_scale)
+    return communicator()(kernel(target), context, *layer)
+
+
+def _autograd(keyset: torch._C.DispatchKeySet, *args: Any, **constants: Any) -> tuple[Tensor, Tensor]:
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        raise NotImplementedError("mega_moe.ep has no gradient: run it under torch.no_grad()")
+    with torch._C._AutoDispatchBelowAutograd():
+        y, nums = _OP.redispatch(keyset & torch._C._after_autograd_keyset, *args, **constants)
+    return y, nums
+
+
+LIBRARY.define(SCHEMA.replace("mega_moe(Tensor? context", "mega_moe.ep(Tensor context"), tags=TAGS)
+_OP = torch.ops.moefuse.mega_moe.ep
+LIBRARY.impl("mega_moe.ep", _run, "CompositeExplicitAutograd")
+LIBRARY.impl("mega_moe.ep", _autograd, "Autograd", with_keyset=True)
+torch.library.register_fake("moefuse::mega_moe.ep", fake, lib=LIBRARY)
+torch.fx.node.has_side_effect(_OP)

@@ -1,0 +1,158 @@
+"""Ranks that raise, die, stop or bring too much: the others hear of it, by name and in time."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from moefuse.comm import CapacityError, ContextError, PeerError, context_for
+from tests.comm.layers import spread
+from tests.comm.ranks import run_ranks, values
+
+TIMEOUT = 3.0
+SLACK = 3.0  # seconds that a busy machine may add
+
+
+def steps_until_failure(
+    rank: int, world: int, victim: int, after: float, transport: str
+) -> tuple[int, float, str]:
+    """The rank named by the error, how long the failing step took, and the message."""
+    layer = spread(1, top_k=2)
+    context = context_for(None, layer.capacity(world, 64), transport=transport, timeout=TIMEOUT)
+    tokens = layer.tokens(rank, 40)
+    dist.barrier()
+    if rank == victim:
+        threading.Timer(after, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    while True:
+        start = time.monotonic()
+        try:
+            layer.together(context.tensor, rank, world, tokens, "cpu")
+        except PeerError as error:
+            seconds = time.monotonic() - start
+            with pytest.raises(ContextError, match="it failed before: (a )?rank"):
+                layer.together(context.tensor, rank, world, tokens, "cpu")
+            return error.rank, seconds, str(error)
+
+
+@pytest.mark.parametrize(("world", "after"), [(2, 0.0), (2, 0.0137), (4, 0.05), (4, 0.0291), (2, 0.0713)])
+def test_a_killed_rank_is_named_in_time_and_leaves_nothing(world, after) -> None:
+    victim = world - 1 if after else 0
+    outcomes = run_ranks(world, steps_until_failure, victim, after, "shared memory")
+    assert outcomes[victim].exit_code == -signal.SIGKILL
+    for rank, outcome in enumerate(outcomes):
+        assert not outcome.windows
+        if rank != victim:
+            named, seconds, said = outcome.value
+            assert named == victim, said
+            assert "its process ended" in said
+            assert seconds < TIMEOUT  # the kernel's word is faster than the timeout
+
+
+def test_a_killed_rank_of_a_group_without_shared_memory() -> None:
+    survivor, victim = run_ranks(2, steps_until_failure, 1, 0.05, "collectives")
+    assert victim.exit_code == -signal.SIGKILL
+    assert survivor.error is None, survivor.trace
+    _, seconds, said = survivor.value
+    assert "a rank failed: the group's collective says" in said
+    assert seconds < TIMEOUT + SLACK
+
+
+def raises(rank: int, world: int, transport: str) -> tuple[str, str, int]:
+    layer = spread(1, top_k=2)
+    context = context_for(None, layer.capacity(world, 8), transport=transport, timeout=TIMEOUT + 20)
+    tokens = layer.tokens(rank, 4)
+    layer.together(context.tensor, rank, world, tokens, "reference")
+    if rank == 1:
+
+        def broken(*_):
+            raise ValueError("out of luck")
+
+        from moefuse.ops.kernels import register_kernel
+
+        register_kernel("reference", broken)
+    start = time.monotonic()
+
+    def steps() -> None:
+        while True:  # over a group that shares no memory, a rank may be a step ahead
+            layer.together(context.tensor, rank, world, tokens, "reference")
+
+    with pytest.raises(Exception, match="out of luck") as caught:
+        steps()
+    assert time.monotonic() - start < SLACK
+    return type(caught.value).__name__, str(caught.value), getattr(caught.value, "rank", rank)
+
+
+@pytest.mark.parametrize("transport", ["shared memory", "collectives"])
+def test_what_a_rank_raises_reaches_the_others(transport) -> None:
+    for rank, (kind, said, named) in enumerate(values_of_survivors(run_ranks(4, raises, transport))):
+        assert named == 1
+        assert (kind, said) == (
+            ("ValueError", "out of luck")
+            if rank == 1
+            else ("PeerError", "rank 1 failed: ValueError: out of luck")
+        )
+
+
+def values_of_survivors(outcomes):
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.error is None, f"rank {rank}:\n{outcome.trace}"
+    return [outcome.value for outcome in outcomes]
+
+
+def stopped(rank: int, world: int) -> tuple[int, float, str]:
+    layer = spread(1, top_k=2)
+    context = context_for(None, layer.capacity(world, 8), timeout=1.0)
+    if rank == 2:  # alive, and never there
+        time.sleep(4)
+        return -1, 0.0, ""
+    start = time.monotonic()
+    with pytest.raises(PeerError) as caught:
+        layer.together(context.tensor, rank, world, layer.tokens(rank, 4), "reference")
+    return caught.value.rank, time.monotonic() - start, str(caught.value)
+
+
+def test_a_rank_that_does_not_come_is_named_after_the_timeout() -> None:
+    for rank, (named, seconds, said) in enumerate(values(run_ranks(4, stopped))):
+        if rank != 2:
+            assert named == 2
+            assert "didn't reach the barrier within 1 s" in said
+            assert seconds < 1.0 + SLACK
+
+
+def too_many(rank: int, world: int, transport: str) -> tuple[str, float]:
+    layer = spread(1, top_k=2)
+    context = context_for(None, layer.capacity(world, 8), transport=transport, timeout=20)
+    start = time.monotonic()
+    with pytest.raises(CapacityError) as caught:
+        layer.together(context.tensor, rank, world, layer.tokens(rank, (3, 9, 8, 12)[rank]), "reference")
+    seconds = time.monotonic() - start
+    tokens = layer.tokens(rank, 8)
+    y, _ = layer.together(
+        context.tensor, rank, world, tokens, "reference"
+    )  # and the next step is as good as any
+    assert (y - layer.alone(tokens)).abs().max() < 1e-5
+    return str(caught.value), seconds
+
+
+@pytest.mark.parametrize("transport", ["shared memory", "collectives"])
+def test_too_many_tokens_anywhere_are_an_error_everywhere(transport) -> None:
+    for said, seconds in values(run_ranks(4, too_many, transport)):
+        assert "rank 1 has 9, rank 3 has 12, max_tokens_per_rank is 8" in said
+        assert seconds < SLACK
+
+
+def other_layers(rank: int, world: int) -> str:
+    layer = spread(1, top_k=2, activation=("swiglu", ()) if rank == 0 else ("geglu", ()))
+    context = context_for(None, layer.capacity(world, 8), timeout=20)
+    with pytest.raises(ContextError) as caught:
+        layer.together(context.tensor, rank, world, layer.tokens(rank, 4), "reference")
+    return str(caught.value)
+
+
+def test_ranks_in_different_layers_are_told() -> None:
+    assert (
+        values(run_ranks(2, other_layers)) == ["rank 1 runs another layer than rank 0 at the same time"] * 2
+    )

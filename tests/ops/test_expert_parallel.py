@@ -1,0 +1,120 @@
+"""`mega_moe.ep` as an operator: what compilers may do with it. What it computes over ranks: tests/comm."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
+from torch.library import opcheck
+
+import moefuse.ops  # noqa: F401  (registers the operator)
+from moefuse.comm import Capacity, context_for, contexts
+from tests.ops.moe_loop import make_layer
+
+OP = torch.ops.moefuse.mega_moe.ep
+
+
+@pytest.fixture
+def context():
+    """The context of a group of one rank: this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield context_for(None, Capacity(1, 4, 2, 6, 5, 64, torch.float32)).tensor
+    dist.destroy_process_group()
+    assert not contexts()
+
+
+def call(context, layer, x=None):
+    x = layer.x if x is None else x
+    return OP(context, x, *layer.args[2:], **layer.kwargs)
+
+
+def test_it_equals_the_layer_on_one_rank(context) -> None:
+    layer = make_layer(1)
+    y, nums = call(context, layer)
+    want, counts = layer.call("reference")
+    torch.testing.assert_close(y, want)
+    assert nums.tolist() == counts.tolist()
+
+
+def test_opcheck(context) -> None:
+    layer = make_layer(1)
+    # its schema is functional; autograd is refused, which the autograd test can't know
+    opcheck(
+        OP, (context, layer.x, *layer.args[2:]), layer.kwargs, test_utils=["test_schema", "test_faketensor"]
+    )
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_the_fake_gives_this_ranks_tokens_and_experts(world) -> None:
+    with FakeTensorMode():
+        x, ids = torch.empty(7, 6), torch.empty(7, 2, dtype=torch.int64)
+        weights = [torch.empty(8 // world, 10, 6)], [torch.empty(8 // world, 9, 5)]
+        y, nums = OP(
+            torch.empty(4, dtype=torch.int64), x, ids, torch.empty(7, 2), *weights, [], [],
+            num_experts=8, ep_world_size=world, output_dtype=torch.bfloat16,
+        )  # fmt: skip
+    assert (y.shape, y.dtype) == ((7, 9), torch.bfloat16)
+    assert (nums.shape, nums.dtype) == ((8 // world,), torch.int32)
+
+
+def test_all_experts_on_one_rank_of_two_are_too_many() -> None:
+    layer = make_layer(1)
+    with pytest.raises(ValueError, match=r"weight1: expected \[2, \.\., \.\.\]"):
+        OP(torch.zeros(4, dtype=torch.int64), *layer.args[1:], **layer.kwargs | {"ep_world_size": 2})
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_no_compiler_removes_it_or_runs_it_twice(context, backend, monkeypatch) -> None:
+    layer = make_layer(1)
+    ran = []
+    from moefuse.comm import expert_parallel
+    from moefuse.ops import kernels
+
+    def counted(kernel, context, x, *args):
+        ran.append(x[0, 0].item())
+        return expert_parallel.run(kernel, context, x, *args)
+
+    monkeypatch.setattr(kernels, "_COMMUNICATORS", [counted])
+
+    def f(x):
+        call(context, layer, x + 1)  # nobody reads it
+        y, _ = call(context, layer, x + 2)
+        call(context, layer, x + 2)  # nobody reads it, and it equals one that somebody reads
+        return y.sin()
+
+    start = layer.x[0, 0].item()
+    want = f(layer.x)
+    assert [round(value - start) for value in ran] == [1, 2, 2]
+    ran.clear()
+    torch.testing.assert_close(torch.compile(f, backend=backend, fullgraph=True)(layer.x), want)
+    assert [round(value - start) for value in ran] == [1, 2, 2]
+
+
+def test_the_token_count_stays_symbolic(context) -> None:
+    counted = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    layer = make_layer(4)
+
+    def f(x, ids, weights):
+        return OP(context, x, ids, weights, *layer.args[4:], **layer.kwargs)[0] + 1
+
+    compiled = torch.compile(f, backend=counted, fullgraph=True, dynamic=True)
+    for tokens in (11, 7, 64):
+        other = make_layer(tokens, tokens=tokens)
+        inputs = (other.x, other.args[2], other.weights)
+        torch.testing.assert_close(compiled(*inputs), f(*inputs))
+    assert counted.frame_count == 1
+
+
+def test_a_gradient_is_refused_and_none_is_not(context) -> None:
+    layer = make_layer(1)
+    x = layer.x.clone().requires_grad_()
+    with pytest.raises(NotImplementedError, match=r"mega_moe\.ep has no gradient"):
+        call(context, layer, x)
+    with torch.no_grad():
+        torch.testing.assert_close(call(context, layer, x)[0], call(context, layer)[0])
+
+
+def test_the_overload_for_one_rank_refuses_several() -> None:
+    layer = make_layer(1, experts=8)
+    half = [[tensor[:4] for tensor in part] for part in layer.args[4:]]
+    with pytest.raises(ValueError, match="ep_world_size: this target runs on one rank, got 2"):
+        torch.ops.moefuse.mega_moe(*layer.args[:4], *half, **layer.kwargs, ep_world_size=2)
