@@ -78,7 +78,9 @@ class Collectives:
         planes = call.x.new_empty((call.topk_ids.numel(), self.capacity.out_features))
         planes[slots] = self._exchange(results, receives, sends)
         self._count(call, back, sends, receives)
-        return combine(planes.view(*call.topk_ids.shape, self.capacity.out_features), call), counts_in.sum(0, dtype=torch.int32)
+        return combine(planes.view(*call.topk_ids.shape, self.capacity.out_features), call), counts_in.sum(
+            0, dtype=torch.int32
+        )
 
     def poison(self, error: BaseException) -> None:
         """This rank can't go on: leave word in the group's store, for those whose collectives will fail."""

@@ -193,16 +193,20 @@ def context_for(
         raise ContextError(
             "group: torch.distributed isn't initialised (torch.distributed.init_process_group)"
         )
-    process_group = dist.group.WORLD if group is None else group
-    world, store = _membership(process_group)
-    if world != capacity.ep_world_size:
-        raise ContextError(f"group: expected {capacity.ep_world_size} ranks (ep_world_size), got {world}")
+    process_group: Any = dist.group.WORLD if group is None else group
+    if not _is_member(process_group):
+        raise ContextError(f"group: expected a process group that this rank is in, got {process_group!r}")
+    if process_group.size() != capacity.ep_world_size:
+        raise ContextError(
+            f"group: expected {capacity.ep_world_size} ranks (ep_world_size), got {process_group.size()}"
+        )
     if transport not in ("auto", SharedMemory.name, Collectives.name):
         raise ContextError(
             f"transport: expected auto, {SharedMemory.name} or {Collectives.name}, got {transport!r}"
         )
     key = (capacity, device, transport)
     with _making:
+        _close_orphans()
         known = _groups.get(process_group)
         if known is None:
             known = _groups[process_group] = {}
@@ -210,12 +214,13 @@ def context_for(
             weakref.finalize(process_group, _close_all, known).atexit = False
         found = known.get(key)
         if found is None or found.closed:
-            found = known[key] = _make(process_group, store, capacity, device, transport, timeout)
+            found = known[key] = _make(process_group, capacity, device, transport, timeout)
         return found
 
 
 def contexts() -> list[CommContext]:
     """All open contexts of this process."""
+    _close_orphans()
     return list(_handles.values())
 
 
@@ -228,31 +233,37 @@ def close_contexts(group: Any = None) -> None:
             _close_all(known)
 
 
+def _close_orphans() -> None:
+    """Close the contexts of groups that were destroyed and whose objects somebody still holds."""
+    with _making:
+        for group, known in list(_groups.items()):
+            if not _is_member(group):
+                _close_all(known)
+
+
 def _close_all(known: _Contexts) -> None:
     while known:
         _, context = known.popitem()
         context.close()
 
 
-def _membership(group: Any) -> tuple[int, Store]:
-    """Size and store of a group this process belongs to: the one place that asks torch for a group's store."""
-    from torch.distributed import distributed_c10d
+def _is_member(group: Any) -> bool:
+    """True while a group that this process is in exists. With `_store`, all that is read of torch's own books."""
+    return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
 
-    entry = distributed_c10d._world.pg_map.get(group)
-    if entry is None:
-        raise ContextError(f"group: expected a process group that this rank is in, got {group!r}")
-    return group.size(), cast(Store, entry[1])
+
+def _store(group: Any) -> Store:
+    return cast(Store, dist.distributed_c10d._world.pg_map[group][1])
 
 
 def _make(
     group: Any,
-    store: Store,
     capacity: Capacity,
     device: str,
     transport: TransportName,
     timeout: float,
 ) -> CommContext:
-    rank, world = group.rank(), group.size()
+    rank, world, store = group.rank(), group.size(), _store(group)
     wanted = {**capacity.to_dict(), "device": torch.device(device).type, "transport": transport}
     name = f"{group.group_name}/{next(_attempts.setdefault(group.group_name, itertools.count()))}"
     meeting = Meeting(store, name, rank, world, timeout)

@@ -32,7 +32,7 @@ def steps_until_failure(
             layer.together(context.tensor, rank, world, tokens, "cpu")
         except PeerError as error:
             seconds = time.monotonic() - start
-            with pytest.raises(ContextError, match="it failed before: (a )?rank"):
+            with pytest.raises(ContextError, match=r"it failed before: (a )?rank"):
                 layer.together(context.tensor, rank, world, tokens, "cpu")
             return error.rank, seconds, str(error)
 
