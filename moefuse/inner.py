@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
 from torch import fx
 
+import moefuse.ops  # noqa: F401  registers the operators
 from moefuse.graph.capture import is_control_flow
 
 __all__ = ["INNER_COMPILERS", "compile_inner", "is_control_flow"]
@@ -80,8 +82,27 @@ def _inductor(
 ) -> Callable[..., Any]:
     from torch._inductor.compile_fx import compile_fx
 
+    _order_collectives()
     compiled = compile_fx(gm, example_inputs, config_patches=dict(options or {}))
     return cast(Callable[..., Any], compiled)
+
+
+@lru_cache(maxsize=1)
+def _order_collectives() -> None:
+    """Let Inductor see `mega_moe.ep` as the collective it is.
+
+    The scheduler moves nodes to save memory, by sizes that differ between ranks; collectives it keeps in their order.
+    """
+    from torch._inductor import ir
+    from torch._inductor.lowering import add_needs_realized_inputs, register_lowering
+
+    op = torch.ops.moefuse.mega_moe.ep
+    add_needs_realized_inputs(op)
+
+    @register_lowering(op, type_promotion_kind=None)
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        outputs: Any = ir._CollectiveKernel.create(op, *args, **kwargs)
+        return tuple(output.wrap_for_lowering() for output in outputs)
 
 
 def _without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,6 +8,8 @@ from torch.library import opcheck
 
 import moefuse.ops  # noqa: F401  (registers the operator)
 from moefuse.comm import Capacity, context_for, contexts
+from moefuse.graph.capture import capture
+from moefuse.inner import compile_inner
 from tests.ops.moe_loop import make_layer
 
 OP = torch.ops.moefuse.mega_moe.ep
@@ -87,6 +89,38 @@ def test_no_compiler_removes_it_or_runs_it_twice(context, backend, monkeypatch) 
     ran.clear()
     torch.testing.assert_close(torch.compile(f, backend=backend, fullgraph=True)(layer.x), want)
     assert [round(value - start) for value in ran] == [1, 2, 2]
+
+
+def test_inductor_keeps_it_in_its_place_among_collectives(context, monkeypatch) -> None:
+    """The order of a graph's collectives is that of the graph, whatever would save memory."""
+    from torch._inductor import comms
+
+    layer = make_layer(1)
+    seen = []
+    real = comms.decide_global_ordering_of_comms
+
+    def look(nodes, *args):
+        seen.extend(str(node.node.op_overload) for node in nodes if comms.contains_collective(node))
+        return real(nodes, *args)
+
+    monkeypatch.setattr(comms, "decide_global_ordering_of_comms", look)
+
+    def f(x):
+        a = torch.ops._c10d_functional.all_reduce(x * 2, "sum", dist.group.WORLD.group_name)
+        y, _ = call(context, layer, x + 1)
+        b = torch.ops._c10d_functional.all_reduce(x * 3, "sum", dist.group.WORLD.group_name)
+        z, _ = call(context, layer, x - 1)
+        wait = torch.ops._c10d_functional.wait_tensor
+        return y.cos() + z, wait(a) + wait(b)
+
+    def backend(gm, inputs):
+        return compile_inner(capture(gm, inputs).graph_module, inputs, "inductor", original=gm)
+
+    with torch.no_grad():
+        got = torch.compile(f, backend=backend, fullgraph=True)(layer.x)
+    torch.testing.assert_close(got, f(layer.x))
+    names = ["mega_moe" if "mega_moe" in name else "all_reduce" for name in seen]
+    assert names == ["all_reduce", "mega_moe", "all_reduce", "mega_moe"]
 
 
 def test_the_token_count_stays_symbolic(context) -> None:
