@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 
 from moefuse.graph import sizes
 from moefuse.patterns import (
+    comm,
     finalize_routing,
     grouped_matmul,
     init_routing,
@@ -43,7 +44,7 @@ from moefuse.patterns.rules import READS_NO_ELEMENT, Outcome, argument, op_name,
 from moefuse.patterns.site import Site, assemble
 from moefuse.patterns.unify import Unifier, fresh
 
-COMPONENTS = (structure, router, init_routing, pieces, grouped_matmul, finalize_routing, loops, markers)
+COMPONENTS = (structure, router, init_routing, pieces, grouped_matmul, finalize_routing, loops, markers, comm)
 """The files whose import fills the rule book."""
 
 

@@ -29,7 +29,7 @@ class SafeRun(Interpreter):
     """Runs a graph in eager with uninitialised memory filled by `fill` and checked grouped GEMM offsets.
 
     Raises:
-        ValueError: a grouped GEMM whose offsets fall, leave the rows or don't cover them.
+        ValueError: a grouped GEMM whose offsets fall or leave the rows.
     """
 
     def __init__(self, graph_module: GraphModule, fill: int = 0) -> None:
@@ -40,10 +40,13 @@ class SafeRun(Interpreter):
     def run_node(self, n: Node) -> Any:
         """Run one node, with the guard rails of the class."""
         name = op_name(n)
+        written = None
         if name in _GROUPED:
             args, kwargs = self.fetch_args_kwargs_from_env(n)
-            _check_offsets(args[0], args[2] if len(args) > 2 else kwargs.get("offs"))
+            written = _written(args[0], args[2] if len(args) > 2 else kwargs.get("offs"))
         value = super().run_node(n)
+        if written is not None:
+            value[written:].fill_(self.fill)
         return value.fill_(self.fill) if name in _EMPTY else value
 
 
@@ -93,18 +96,24 @@ def _widen(value: Any) -> Any:
     return torch.float64 if isinstance(value, torch.dtype) and value.is_floating_point else value
 
 
-def _check_offsets(rows: torch.Tensor, offs: torch.Tensor | None) -> None:
+def _written(rows: torch.Tensor, offs: torch.Tensor | None) -> int | None:
+    """How many rows a grouped GEMM writes; None for other forms of it."""
     if offs is None or rows.dim() != 2:
-        return
-    ends = [0, *offs.tolist()]
-    if any(a > b for a, b in pairwise(ends)) or ends[-1] != rows.shape[0]:
+        return None
+    ends: list[int] = [0, *offs.tolist()]
+    if any(a > b for a, b in pairwise(ends)) or ends[-1] > rows.shape[0]:
         raise ValueError(
-            f"grouped GEMM over {rows.shape[0]} rows: offsets {ends[1:]} must rise to the row count"
+            f"grouped GEMM over {rows.shape[0]} rows: offsets {ends[1:]} must rise, to the row count at most"
         )
+    return ends[-1]
 
 
 def _grouped(rows: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
-    """Rows [S, I], weight [E, I, O], offs [E] -> [S, O], in the dtype of rows."""
+    """Rows [S, I], weight [E, I, O], offs [E] -> [S, O], in the dtype of rows.
+
+    The operator leaves rows after the last expert's unwritten: zeros, as `SafeRun` fills them by default.
+    """
     ends = [0, *offs.tolist()]
     pieces = [rows[a:b] @ weight[e] for e, (a, b) in enumerate(pairwise(ends))]
-    return torch.cat(pieces)
+    unwritten = rows.new_zeros(rows.shape[0] - ends[-1], weight.shape[2])
+    return torch.cat([*pieces, unwritten])
