@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 from moefuse.frontend.breaks import SWITCHED, breaks_noted, condition_of
 from moefuse.frontend.lifter import refusals
 from moefuse.graph.capture import capture
+from moefuse.graph.local import read_locally
 from moefuse.onegraph import FrontEnd
 from moefuse.options import Options
 from moefuse.passes import pipeline
@@ -59,8 +60,9 @@ def explain(
 
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         condition = condition_of(gm.graph) or (SWITCHED if front_end.switched else "")
+        local_inputs, taking_the_whole = read_locally(gm, example_inputs)
         with refusals():
-            compiled = compile_graph(gm, example_inputs, options, {}, record=True)
+            compiled = compile_graph(gm, local_inputs, options, {}, record=True)
         if condition and compiled.report.fused and not compiled.report.note:
             compiled = replace(compiled, report=replace(compiled.report, note=condition))
         position = len(graphs)
@@ -71,7 +73,7 @@ def explain(
                 graphs[position] = verify(compiled, inputs) or compiled.report
             return gm.forward(*inputs)  # what was captured, not what was rewritten: numbers mustn't change
 
-        return run
+        return taking_the_whole(run)
 
     def tell(refused: tuple[LayerReport, ...]) -> None:
         graphs.append(GraphReport(JOURNAL.next_index(), refused, note=NO_GRAPH))

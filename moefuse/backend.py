@@ -22,6 +22,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from moefuse.frontend.lifter import hooked, refusals
 from moefuse.graph.capture import CaptureError, capture, is_control_flow
+from moefuse.graph.local import read_locally
 from moefuse.inner import compile_inner
 from moefuse.ops import loop_markers
 from moefuse.options import OptionError, Options
@@ -64,10 +65,12 @@ def moefuse(
     """
     parsed = Options.parse(options)
     inductor_options = _inductor_options(mode, parsed)
+    inputs, taking_the_whole = read_locally(gm, example_inputs)
     with refusals():
-        compiled = compile_graph(gm, example_inputs, parsed, inductor_options)
+        compiled = compile_graph(gm, inputs, parsed, inductor_options)
     JOURNAL.record(compiled.report, CompileContext.current_compile_id())
-    return compiled.run if compiled.checker is None else _verified(compiled, gm, parsed.mode)
+    run = compiled.run if compiled.checker is None else _verified(compiled, gm, parsed.mode)
+    return taking_the_whole(run)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import moefuse
 from moefuse.testing.programs import Sizes
@@ -15,32 +14,23 @@ EXPERTS, WORLD = 8, 2
 SIZES = Sizes(tokens=12, top_k=2, experts=EXPERTS, hidden=16, inter=8)
 
 
-def sharded(rank: int, implementation: str) -> tuple[torch.nn.Module, torch.nn.Module, torch.Tensor]:
-    """The whole block, and the same with this rank's experts, masked and summed as transformers' AllReduceEP does."""
+def sharded(implementation: str) -> tuple[torch.nn.Module, torch.nn.Module, torch.Tensor]:
+    """The whole block, and the same with this rank's experts: DTensors, spread by transformers itself."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
     whole, (x,) = qwen3_block(SIZES, experts=implementation)
     block, _ = qwen3_block(SIZES, experts=implementation)
-    local = EXPERTS // WORLD
-    experts: Any = block.experts
-    experts.num_experts, experts._is_expert_parallel = local, True
-    for name in ("gate_up_proj", "down_proj"):
-        own = getattr(experts, name)[rank * local : (rank + 1) * local].clone()
-        setattr(experts, name, torch.nn.Parameter(own, requires_grad=False))
-    own_forward = experts.forward
-
-    def forward(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        elsewhere = (ids // local) != rank
-        masked = torch.where(elsewhere, local, ids % local)
-        partial = own_forward(hidden, masked, weights.masked_fill(elsewhere, 0.0))
-        functional = torch.ops._c10d_functional
-        return functional.wait_tensor(functional.all_reduce(partial, "sum", dist.group.WORLD.group_name))
-
-    experts.forward = forward
+    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("ep",))
+    plan = {"experts.gate_up_proj": "grouped_gemm", "experts.down_proj": "grouped_gemm"}
+    plan["experts"] = "ep_dispatch_experts"
+    apply_expert_parallelism(block, mesh, mesh, plan, "all_reduce")
     return whole, block, x
 
 
 def compiled_block(rank: int, world: int, implementation: str) -> tuple[int, int, str]:
     """Layers fused, all_reduces in the final graph, and what the node holds."""
-    whole, block, x = sharded(rank, implementation)
+    whole, block, x = sharded(implementation)
     graphs = []
 
     def count(gm: torch.fx.GraphModule, *_: Any) -> Any:
@@ -50,11 +40,13 @@ def compiled_block(rank: int, world: int, implementation: str) -> tuple[int, int
     from moefuse import backend
 
     backend.compile_inner = lambda gm, *args, **kwargs: count(gm)
+    run = torch.compile(block, backend="moefuse", fullgraph=True, options={"inner": "eager"})
     with torch.no_grad():
-        got = torch.compile(block, backend="moefuse", fullgraph=True, options={"inner": "eager"})(x)
-        want = whole(x)
-    # float32 sums of a few products in another order, over two ranks
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        # float32 sums of a few products in another order, over two ranks
+        torch.testing.assert_close(run(x), whole(x), rtol=1e-5, atol=1e-5)
+        block.experts.down_proj.to_local().mul_(2)
+        whole.experts.down_proj.mul_(2)
+        torch.testing.assert_close(run(x), whole(x), rtol=1e-5, atol=1e-5)
     (site,) = moefuse.reports()[-1].sites
     reduces = sum("all_reduce" in str(node.target) for node in graphs[-1].graph.nodes)
     return moefuse.reports()[-1].fused, reduces, f"{site.spec.num_experts} of top-{site.spec.top_k}"
