@@ -1,7 +1,7 @@
 """How much one context can hold, and the bytes that takes: the one place where it is computed.
 
 In: compile-time facts of a layer and the largest number of tokens a rank may bring. Out: `Capacity`, with the layout
-of a rank's shared window. The policy judges by it, the windows are sized by it, and the kernel reads offsets from it.
+of a rank's shared window. The windows are sized by it, and the transports read their offsets from it.
 """
 
 import math
@@ -13,7 +13,6 @@ import torch
 
 from moefuse.comm.errors import ContextError
 from moefuse.ops.expert import sum_dtype
-from moefuse.ops.spec import MoeSpec
 
 HEADER_BYTES = 4096
 ALIGNMENT = 64
@@ -71,19 +70,6 @@ class Capacity:
                 f"max_tokens_per_rank: expected fewer than {2**31 // self.top_k} at top-{self.top_k}, "
                 f"got {self.max_tokens_per_rank}"
             )
-
-    @staticmethod
-    def of(spec: MoeSpec, max_tokens_per_rank: int) -> "Capacity":
-        """The capacity that a layer needs."""
-        return Capacity(
-            spec.ep_world_size,
-            spec.num_experts,
-            spec.top_k,
-            spec.hidden,
-            spec.out_features,
-            max_tokens_per_rank,
-            spec.x_dtype,
-        )
 
     @property
     def local_experts(self) -> int:
