@@ -116,7 +116,7 @@ tiny models with random weights (two MoE layers, hidden 64, 8 experts, top-2), c
 eager. Written by `moefuse zoo --markdown docs/zoo.md` with {versions}.
 
 *yes*: every MoE layer that runs in eager is one fused node, and the result is right, in every setting that was
-measured. *refused*: the layer drops tokens or the like, which the node doesn't do, and moefuse leaves it alone. *-*:
+measured. *refused*: the layer drops tokens or the like, which the node doesn't do; moefuse says so and leaves it. *-*:
 the model has no such implementation; empty: not measured. A model with two kinds of MoE layers has two rows. "Own code"
 is the model's own Python, mostly a loop over the experts, at which bare torch.compile breaks the graph.
 

@@ -84,8 +84,8 @@ _Vary = Callable[[dict[str, Any]], dict[str, Any]]
 # Per module, further inputs that reach experts which the usual ones don't; each is a row of its own.
 _VARIANTS: dict[str, dict[str, _Vary]] = {"ernie4_5_vl_moe": {"image tokens": _image_tokens}}
 
-# Their experts have a capacity: tokens beyond it are dropped, which no node does.
-_CAPACITY = ("nllb_moe", "switch_transformers")
+# Modules whose layers no node can do, and what their refusal must say.
+_REFUSED = {"doge": "rank one", "nllb_moe": "capacity", "switch_transformers": "capacity"}
 
 
 def rows(styles: Sequence[Path] = ()) -> tuple[Row, ...]:
@@ -96,8 +96,8 @@ def rows(styles: Sequence[Path] = ()) -> tuple[Row, ...]:
 def _architectures() -> Iterator[Row]:
     for found in scan():
         row = Row(found.name, found.module, found.block, found.experts, found.interface)
-        if found.module in _CAPACITY:
-            row = replace(row, fusable=False, reason="capacity")
+        if found.module in _REFUSED:
+            row = replace(row, fusable=False, reason=_REFUSED[found.module])
         yield row
         for variant in _VARIANTS.get(row.module, ()):
             yield replace(row, name=f"{row.name}/{variant}", variant=variant)
