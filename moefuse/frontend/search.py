@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from moefuse.frontend.liveness import loads, stores
 
-LISTS_HITS = frozenset(("nonzero", "argwhere", "unique", "unique_consecutive"))
+LISTS_HITS = frozenset(("nonzero", "argwhere", "where", "unique", "unique_consecutive"))
 """Calls whose result is as long as the data wants."""
 
 COUNTS = frozenset(("any", "sum", "numel", "size", "item", "count_nonzero"))

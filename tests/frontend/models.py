@@ -192,6 +192,33 @@ class NotAny(Base):
         return y
 
 
+class Where(Base):
+    """The experts with tokens, found by torch.where."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        y = torch.zeros_like(x)
+        counts = torch.bincount(ids.flatten(), minlength=self.num_experts)
+        for e in torch.where(counts > 0)[0]:
+            token, slot = torch.where(ids == e)
+            y.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+        return y
+
+
+class Masked(Base):
+    """Every expert on all tokens, unless none chose it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            mask = ids == e
+            if not mask.any():
+                continue
+            y = y + expert(x) * (weights * mask).sum(-1, keepdim=True)
+        return y
+
+
 class Sorted(Base):
     """vLLM's and SGLang's plain loop over rows sorted by expert, with a running start."""
 

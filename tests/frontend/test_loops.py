@@ -53,6 +53,10 @@ RIGHT = [
     models.Empty,
     models.Any_,
     models.NotAny,
+    models.Where,
+    models.Masked,
+    models.Sorted,
+    models.MoeInfer,
 ]
 
 
