@@ -27,7 +27,8 @@ class Counts:
         layer, spec = site.layer, site.spec
         self.slots = sizes.expr(sizes.product(axis.size for axis in (*layer.tokens, *layer.slots)))
         self._each = [
-            sympy.Symbol(f"count_{e}", integer=True, nonnegative=True) for e in range(spec.num_experts)
+            sympy.Symbol(f"count_{e}", integer=True, nonnegative=True)
+            for e in range(spec.num_experts + spec.num_identity_experts)
         ]
         if spec.ids_checked:  # no slot belongs to anything but an expert
             self._each[-1] = self.slots - sympy.Add(*self._each[:-1])

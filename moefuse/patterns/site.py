@@ -141,9 +141,18 @@ def _layer(lift: Lifting, body: Expr, slots: tuple[Axis, ...], dims: Dims) -> La
     (whole,) = wholes
     cases: list[Case] = []
     for expert in range(len(argument(whole.node, 0))):
-        piece = piece_at(lift, whole, expert)
-        cases.append(Case(whole.node, expert, whole.ids, _replaced(body, whole, piece), slots))
+        cases.append(Case(whole.node, expert, whole.ids, _at_expert(lift, body, expert, whole.ids), slots))
     return merge(lift, cases, dims)
+
+
+def _at_expert(lift: Lifting, body: Expr, expert: int, ids: Expr) -> Expr:
+    """The body for the slots of one expert: its own pieces, and theirs where they were put together before."""
+    while wholes := {e for e in walk(body) if isinstance(e, Pieces)}:
+        for whole in wholes:
+            if whole.ids != ids or expert >= len(argument(whole.node, 0)):
+                raise Conflict("the loops over experts of one layer are cut by different ids")
+            body = _replaced(body, whole, piece_at(lift, whole, expert))
+    return body
 
 
 def _replaced(expr: Expr, old: Expr, new: Expr) -> Expr:
