@@ -91,11 +91,9 @@ class FrontEnd:
                     self._tell_refused()
                     return self._frame(version)(*args, **kwargs)
             except Exception as error:
-                # Where nothing has run: once more, with less.
-                if version == self._version() and not self._give_up(error):
-                    raise
-                if not isinstance(getattr(error, "inner_exception", None), UnprovedError) and self._fullgraph:
-                    raise
+                unproved = isinstance(getattr(error, "inner_exception", None), UnprovedError)
+                if not (unproved and version != self._version()) and not self._give_up(error):
+                    raise  # otherwise nothing has run: once more, with less
             finally:
                 self._tell_refused()
 

@@ -14,7 +14,11 @@ from moefuse.frontend.liveness import live_names
         ("for i in n:\n    t = i\nreturn t", {"t"}, set()),
         ("for i in n:\n    t += i\nreturn 0", set(), {"t"}),
         ("for i in n:\n    if i:\n        t = i\n    u = t\nreturn 0", set(), {"t"}),
-        ("for i in n:\n    if i:\n        t = i\n    else:\n        t = 0\n    u = t\nreturn 0", set(), set()),
+        (
+            "for i in n:\n    if i:\n        t = i\n    else:\n        t = 0\n    u = t\nreturn 0",
+            set(),
+            set(),
+        ),
         ("for i in n:\n    t = i\nt = 0\nreturn t", set(), set()),
         ("for i in n:\n    t = i\nif n:\n    t = 0\nreturn t", {"t", "n"}, set()),
         ("for i in n:\n    t = i\nfor j in n:\n    t = j\n    u = t\nreturn 0", {"n"}, set()),
@@ -24,8 +28,22 @@ from moefuse.frontend.liveness import live_names
         ("for i in n:\n    t[0] = i\nreturn 0", set(), {"t"}),
     ],
     ids=[
-        *("a temporary", "read after", "accumulated", "assigned in one branch", "assigned in both", "assigned again"),
-        *("maybe assigned again", "another loop's", "in a while", "a context", "nested tuples err to live", "an element"),
+        *(
+            "a temporary",
+            "read after",
+            "accumulated",
+            "assigned in one branch",
+            "assigned in both",
+            "assigned again",
+        ),
+        *(
+            "maybe assigned again",
+            "another loop's",
+            "in a while",
+            "a context",
+            "nested tuples err to live",
+            "an element",
+        ),
     ],
 )
 def test_live(body: str, after: set[str], head: set[str]) -> None:

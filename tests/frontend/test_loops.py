@@ -303,3 +303,36 @@ def test_bincount_of_unknown_ids_is_not_taken_for_its_minlength() -> None:
     reports, (got,) = reports_of(model, x)
     torch.testing.assert_close(got, model(x), atol=FP32, rtol=FP32)
     assert any("more than its minlength" in site.reason for report in reports for site in report.sites)
+
+
+class Begins(nn.Module):
+    """Something runs, and breaks the graph, before a loop that isn't proved; an error of the user's comes after it."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.block = lonely(models.FewSkipped())
+        self.fails = fails
+        self.runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        torch._dynamo.graph_break()
+        y = self.block(x)
+        if self.fails:
+            torch._dynamo.graph_break()
+            raise KeyError("the user's own")
+        return y
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_has_begun_is_not_run_twice(fails: bool) -> None:
+    model = Begins(fails)
+    fused = moefuse.compile(model, inner="eager")
+    x = tokens()
+    with torch.no_grad():
+        if fails:
+            with pytest.raises(KeyError, match="the user's own"):
+                fused(x)
+        else:
+            assert torch.equal(fused(x), model.block(x))
+    assert model.runs == 1

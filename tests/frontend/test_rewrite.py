@@ -25,7 +25,12 @@ def test_run_by_python_it_is_the_original(style: type[nn.Module]) -> None:
         want = model(x)
         loops = Loops(model)
         with loops.in_place():
-            rewritten = [name for module in model.modules() for name in ("forward", "moe_infer") if name in vars(module)]
+            rewritten = [
+                name
+                for module in model.modules()
+                for name in ("forward", "moe_infer")
+                if name in vars(module)
+            ]
             assert rewritten or loops.take_refused()
             torch.manual_seed(1)
             assert torch.equal(model(x), want)
