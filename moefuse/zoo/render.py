@@ -71,7 +71,7 @@ def _line(row: Row, cells: Sequence[Cell]) -> Line:
     generating = [cell for cell in cells if cell.shapes == GENERATE]
     generated = [cell for cell in generating if cell.reason != NO_GENERATION]
     line.tokens = "-" if generating and not generated else _verdict(generated)
-    line.reason = _reason(row, calls, generated)
+    line.reason = _reason(calls, generated)
     return line
 
 
@@ -85,12 +85,10 @@ def _verdict(cells: Sequence[Cell]) -> str:
     return "yes" if all(cell.ok for cell in cells) else "no"
 
 
-def _reason(row: Row, calls: Sequence[Cell], generated: Sequence[Cell]) -> str:
-    """Why not, for the first implementation that has a reason; that a loop breaks bare torch.compile is no news."""
-    told = [cell for cell in calls if cell.reason and (cell.implementation != BARE or not row.interface)]
-    told = [cell for cell in told if cell.implementation != BARE] or told
-    told += [cell for cell in generated if cell.reason]
-    return told[0].reason if told else ""
+def _reason(calls: Sequence[Cell], generated: Sequence[Cell]) -> str:
+    """Why not, from the first cell that has a reason; that bare torch.compile breaks at a loop is told in the text."""
+    told = [cell for cell in calls if cell.implementation != BARE] or calls
+    return next((cell.reason for cell in (*told, *generated) if cell.reason), "")
 
 
 def graphs(cell: Cell) -> str:
