@@ -6,6 +6,7 @@ replaced. A site is replaced at its earliest complete node; what follows (views,
 
 import operator
 
+import sympy
 import torch
 from torch.fx import Graph, Node
 
@@ -63,8 +64,32 @@ def _resize(graph: Graph, site: Site, counts: Counts) -> None:
         for user in [user for user in row.users if op_name(user) == "aten::sym_size"]:
             if _goes(user, region, counts):
                 continue
-            earlier = [node for node in operands if node < user]
-            user.replace_all_uses_with(Emitter(graph, user, earlier).size_node(value(user)))
+            emitter = Emitter(graph, user, [node for node in operands if node < user])
+            size = _size(emitter, counts.settled(value(user)))
+            _replace(user, size)
+
+
+def _replace(node: Node, size: Node | int) -> None:
+    """All readers of a size read another node, or a number."""
+    if isinstance(size, Node):
+        node.replace_all_uses_with(size)
+        return
+    for reader in list(node.users):
+        reader.args = torch.fx.map_arg(reader.args, lambda arg: size if arg is node else arg)
+        reader.kwargs = torch.fx.map_arg(reader.kwargs, lambda arg: size if arg is node else arg)
+
+
+def _size(emitter: Emitter, expr: sympy.Basic) -> Node | int:
+    """A size that no count is part of any more: a number, or some multiple of an operand's dimension."""
+    if expr.is_Integer:
+        return int(expr)
+    factor, rest = expr.as_coeff_Mul()
+    for source in emitter.size_sources:
+        for dim, size in enumerate(value(source).shape):
+            if sizes.expr(size) == rest:
+                node = emitter.call(aten.sym_size.int, source, dim)
+                return node if factor == 1 else emitter.call(operator.mul, node, int(factor))
+    raise Conflict(f"no operand of the layer has a dimension of {rest}")
 
 
 def _goes(size: Node, region: set[Node], counts: Counts) -> bool:

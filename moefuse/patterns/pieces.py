@@ -163,8 +163,12 @@ def cat(lift: Lifting, node: Node) -> Outcome:
         raise Conflict("expert rows are put together that are not the pieces of a cut by expert")
     index: list[Group] = [first.over, *parts[0].dims[1:]]
     for expert, (pick, part) in enumerate(zip(picks, parts, strict=True)):
-        own = isinstance(pick, Pick) and pick.source is first.source and pick.expert == expert
-        if not isinstance(pick, Pick) or not own or not part.expr.hard:
+        if (
+            not isinstance(pick, Pick)
+            or pick.source is not first.source
+            or pick.expert != expert
+            or not part.expr.hard
+        ):
             raise Conflict(f"piece {expert} of the rows that are put together isn't that of expert {expert}")
         unifier = Unifier()
         for group, other in zip(index, (pick.over, *part.dims[1:]), strict=True):

@@ -197,7 +197,7 @@ def draw_program(choose: Choose, *, traps: bool = False) -> Program:
         out_features_first=choose((True, False)),
         bias=choose((False, True)),
         factors=choose(FACTORS),
-        position=position,
+        position="output" if dispatch == "every" else position,
         weight_dtype=choose(("native", "float32")),
         late_weight=choose((False, True)),
         int32_ids=choose((False, True)),

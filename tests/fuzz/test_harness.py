@@ -73,6 +73,8 @@ def by_hand(program: Program, module: torch.nn.Module, inputs: tuple[torch.Tenso
 def test_every_spelling_is_the_layer_that_it_claims_to_be(position: str, sizes: object) -> None:
     base = replace(PLAIN, position=position, sizes=sizes)
     for dispatch, combines in COMBINES.items():
+        if dispatch == "every" and position != "output":
+            continue  # an expert that runs on every token is weighed where it is added
         for combine in combines:
             for late in (False, True):
                 program = replace(base, dispatch=dispatch, combine=combine, late_weight=late, noise=2)

@@ -44,6 +44,9 @@ DENSE = replace(
 )
 
 
+PIECES = replace(PLAIN, dispatch="pieces", router="topk_softmax", combine="put_back", bias=True)
+MAP = replace(PLAIN, dispatch="map", router="softmax_topk_renorm", combine="scatter_add", position="mid")
+
 Base = tuple[Captured, list[tuple[Any, ...]]]
 """A graph, and more inputs for it."""
 
@@ -111,6 +114,8 @@ BASES: dict[str, Callable[[], Base]] = {
     "dense, all the same": program(DENSE, ALL_SAME),
     "normed rows, H = I": program(replace(INVERSE, norm="scaled_rms"), SQUARE),
     "normed rows, T = K": program(replace(GPT_FAST, norm="rms"), T_IS_K),
+    "pieces, T = K": program(PIECES, T_IS_K),
+    "map, T = E": program(MAP, T_IS_E),
     "two layers": two_layers(
         replace(INVERSE, router="topk_softmax"), replace(INVERSE, router="topk_softmax")
     ),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.patterns.spelling import E, H, I, K, T, offsets, operands, study
+from tests.patterns.spelling import E, H, I, K, T, gathered, offsets, operands, study
 
 X, IDS, _, W1, W2 = operands()
 WIDE = W1.transpose(1, 2).contiguous()
@@ -190,3 +190,14 @@ def test_sizes_that_collide_are_told_apart() -> None:
     square = torch.randn(E, E, E)
     result = study(lambda x, ids, w: torch.einsum("th,tkoh->tko", x, w[ids]), torch.randn(T, E), IDS, square)
     assert result.meaning == "dot(x[t e'], w[<ids[t k]> e e']; e') over t, k, e"
+
+
+def test_a_weight_whose_inputs_lie_over_two_dimensions_is_one_weight() -> None:
+    """Groups of 8 inputs with a scale each: the product is made as [E, N, H / 8, 8] and viewed as [E, N, H]."""
+
+    def layer(x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, scale: Tensor) -> Tensor:
+        scaled = (w1.view(*w1.shape[:2], -1, 8) * scale.unsqueeze(-1)).flatten(-2)
+        return gathered(x, ids, weights, scaled, w2)
+
+    x, ids, weights, w1, w2 = operands(torch.float32)
+    study(layer, x, ids, weights, w1, w2, torch.rand(*w1.shape[:2], H // 8) + 0.5).fused()

@@ -140,6 +140,35 @@ def every_token(**changes: object) -> Study:
     return study(layer, x, torch.randn(T, E), weights, w1, w2)
 
 
+def test_rows_of_several_dimensions_are_one_row_per_token() -> None:
+    """x [2, 3, H] and ids of its flat rows: the token is one index, whatever x's own dimensions are."""
+    x, _, weights, w1, w2 = operands(torch.float32)
+
+    def layer(x: Tensor, scores: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        ids = scores.topk(weights.shape[1], dim=-1)[1]
+        return masked(x.view(-1, H), ids, weights, w1, w2).view(x.shape)
+
+    study(layer, x.view(2, T // 2, H), torch.randn(T, E), weights, w1, w2).fused()
+
+
+def test_a_first_term_without_zeros_and_a_rounded_score() -> None:
+    """vLLM's iteration: no zeros to start from; one token, whose dimension has no index."""
+
+    def layer(x: Tensor, scores: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        ids = scores.topk(weights.shape[1], dim=-1)[1]
+        total: Tensor | None = None
+        for e in range(E):
+            score = (weights * (ids == e)).sum(-1, keepdim=True).to(x.dtype)
+            own = functional.linear(swiglu(functional.linear(x, w1[e])), w2[e]) * score
+            total = own if total is None else total + own
+        assert total is not None
+        return total
+
+    x, _, weights, w1, w2 = operands(torch.bfloat16)
+    for tokens in (T, 1):
+        study(layer, x[:tokens], torch.randn(tokens, E), weights[:tokens].float(), w1, w2).fused()
+
+
 @pytest.mark.parametrize("score", ["mask", "column"])
 def test_every_expert_on_every_token_masked_is_a_layer(score: str) -> None:
     layer = every_token(score=score)
