@@ -22,13 +22,16 @@ from moefuse.patterns.facts import (
     Fact,
     Group,
     Leaf,
+    Mean,
     Offs,
     OneHot,
     Op,
     Part,
     Perm,
+    Pieces,
     Pos,
     Sum,
+    Tally,
 )
 
 _LETTERS = "ijklmnabcdefgh"
@@ -130,4 +133,7 @@ _SAY: dict[type[Expr], Any] = {
     Dense: lambda s, e: f"({s.expr(e.value)} where {s.expr(e.ids)} == {s.group(e.at)}, else {e.fill:g})",
     Count: lambda s, e: f"how many of {s.expr(e.ids)} are {s.group(e.at)}",
     Offs: lambda s, e: f"how many of {s.expr(e.ids)} are at most {s.group(e.at)}",
+    Mean: lambda s, e: f"mean over {s.group(e.over)} of {s.expr(e.body)}",
+    Tally: lambda s, e: f"how many of `{e.ids.node.name}` are one of {sorted(e.experts)}",
+    Pieces: lambda s, e: f"`{e.node.name}`[{s.dims(e.index)}], by the expert {s.expr(e.ids)}",
 }
