@@ -90,9 +90,10 @@ class DeepSeekMoeInfer(RoutedModules):
         counts = ids.new_zeros((ids.shape[0], EXPERTS)).scatter_(1, ids, 1).sum(dim=0)
         order = ids.view(-1).argsort()
         sorted_rows = rows[order // ids.shape[1]]
+        counts = counts.cpu().numpy()
         outputs = []
         start = 0
-        for e, count in enumerate(counts.cpu().numpy()):
+        for e, count in enumerate(counts):
             end = start + count
             if count == 0:
                 continue

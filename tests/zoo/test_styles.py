@@ -20,7 +20,7 @@ BOUNDS = {F32: 1e-5, BF16: 2e-2}
 INNER_BFLOAT16 = ("torchtitan_grouped_before", "torchtune_grouped")
 """Also the float32 model multiplies in bfloat16, behind a weighting of the rows that the node rounds elsewhere."""
 
-FUSED = [name for name, style in STYLES.items() if style.fusable and style.captured_by != "rewriter"]
+FUSED = [name for name, style in STYLES.items() if style.fusable]
 REFUSED = [name for name, style in STYLES.items() if not style.fusable]
 
 
