@@ -20,7 +20,7 @@ export TORCH_DEVICE_BACKEND_AUTOLOAD := 0
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup browser demo test lint format types unit cases test-npu bench wheel hooks clean
+.PHONY: help setup browser demo docs test lint format types unit cases test-npu bench wheel hooks clean
 
 help:
 	@echo "make demo    set up, then fuse a Qwen3-MoE model, check it and time it"
@@ -28,6 +28,7 @@ help:
 	@echo "make lint | types | unit | cases    the parts of make test"
 	@echo "make test-npu    tests with the real torch_npu, on an emulated CANN runtime; an environment of its own"
 	@echo "make browser install Chromium for the tests of the HTML report (Debian, as root)"
+	@echo "make docs    the documentation site, in site/"
 	@echo "make format | bench | wheel | hooks | clean"
 
 $(BIN)/python:
@@ -74,6 +75,11 @@ $(NPU_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 test-npu: $(NPU_STAMP)
 	$(NPU_VENV)/bin/python -m pytest tests/npu $(PYTEST_ARGS)
 
+docs: $(STAMP)
+	$(BIN)/python docs/policy_page.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	@echo "site/index.html"
+
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -90,5 +96,5 @@ hooks: $(STAMP)
 	$(BIN)/pre-commit install
 
 clean:
-	rm -rf build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist out site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +

@@ -18,6 +18,7 @@ import pytest
 
 from moefuse import policy, targets
 from moefuse.inner import INNER_COMPILERS
+from moefuse.ops import kernels
 from moefuse.ops.activations import ACTIVATIONS, CUSTOM
 from moefuse.options import Options
 from moefuse.policy.npu import check_names
@@ -29,6 +30,12 @@ PAGES = sorted(DOCS.glob("*.md"))
 ALL = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md")])
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+REGISTRIES = (
+    (targets, "_TARGETS"),
+    (kernels, "_KERNELS"),
+    (policy, "_CHECKS"),
+    (policy, "_DEVICE_TARGETS"),
+)
 PRINTED = doctest.OutputChecker()
 HOW = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
@@ -57,6 +64,8 @@ def blocks(text: str) -> list[Block]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_code_of_a_page_runs_and_prints_what_the_page_says(page, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # a page may write files
+    for room, registry in REGISTRIES:  # and add targets
+        monkeypatch.setattr(room, registry, dict(getattr(room, registry)))
     module = ModuleType("page_" + page.stem.replace("-", "_"))
     monkeypatch.setitem(sys.modules, module.__name__, module)  # Dynamo looks up the module of what it inlines
     for block in blocks(page.read_text(encoding="utf-8")):

@@ -12,6 +12,7 @@ from moefuse.policy.check import Check
 
 
 def _activation(spec: MoeSpec) -> str:
+    """The activation is unknown, its parameters don't fit, or its program isn't pointwise: the text says which."""
     return activations.check(spec.activation, spec.activation_params, spec.activation_program, spec.gated)
 
 

@@ -61,7 +61,8 @@ def rewrite_and_compare(
     Args:
         inputs: one value for each placeholder.
         expect_fused: how many sites must be fused; None takes any number.
-        rtol, atol: norm-wise tolerances that replace the ones of the module text.
+        rtol: norm-wise tolerance that replaces the one of the module text.
+        atol: its absolute part.
         rewrite: the pass; its result has `graph_module` and `report`.
 
     Raises:

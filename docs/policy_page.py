@@ -1,0 +1,39 @@
+"""Write docs/policy.md from the checks themselves: `python docs/policy_page.py`. In: nothing. Out: the page."""
+
+from pathlib import Path
+
+from moefuse import policy, targets
+from moefuse.policy import Check
+
+PAGE = Path(__file__).with_name("policy.md")
+HEAD = """# Policy reference
+
+Made from the code by `python docs/policy_page.py`; a test keeps it true.
+
+Before a layer is rewritten, its specification (`moefuse.ops.spec.MoeSpec`) has to pass every check of the target that
+would run it. A check reads fields of the specification and nothing else: no token count, nothing local, so all ranks
+decide alike. All checks are in the report (`report.sites[0].checks`), with the values that they read; the first that
+fails gives the reason. `{name}` in a reason stands for the value.
+
+What to do about a reason is in [why isn't my layer fused?](why-not-fused.md). What `aclnnMegaMoe` demands of a layer is
+on [the Ascend page](ascend.md).
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [HEAD]
+    for target in targets.names():
+        parts.append(f"\n## Target `{target}`\n\n| check | reads | says when it fails |\n|---|---|---|\n")
+        parts += [_row(check) for check in policy.checks_of(target)]
+    return "".join(parts)
+
+
+def _row(check: Check) -> str:
+    reads = ", ".join(f"`{name}`" for name in check.reads)
+    words = check.reason or " ".join((check.test.__doc__ or "what the layer can't do").split())
+    return f"| `{check.name}` | {reads} | {words.replace('|', '/')} |\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
