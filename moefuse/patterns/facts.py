@@ -414,6 +414,17 @@ class Pieces(Expr):
         return True
 
 
+@dataclass(frozen=True)
+class Table(Expr):
+    """The element at `index[1:]` of the tensor of expert `index[0]`: a list of tensors read as one stacked tensor."""
+
+    nodes: tuple[Node, ...]
+    index: Dims
+
+    def groups(self) -> Iterator[Group]:
+        yield from self.index
+
+
 # --- facts -----------------------------------------------------------------------------------------------
 
 

@@ -27,6 +27,7 @@ from moefuse.patterns.facts import (
     Op,
     Perm,
     Pick,
+    Table,
     group_axes,
     group_size,
 )
@@ -54,7 +55,7 @@ def grouped_mm(lift: Lifting, node: Node) -> Outcome:
 
 def _grouped(node: Node, rows: Fact, rows_node: Node, weight: Fact, groups: Offs | Count) -> Fact:
     """Each expert's rows times its weight, for rows in the order of the ids that `groups` counts."""
-    if len(rows.dims) != 2 or len(weight.dims) != 3 or not isinstance(weight.expr, Leaf):
+    if len(rows.dims) != 2 or len(weight.dims) != 3 or not isinstance(weight.expr, Leaf | Table):
         raise Conflict("a grouped GEMM whose operands are not [rows, K] and [experts, K, N]")
     group, key = _row_order(rows, groups.ids, rows_node)
     (expert,) = weight.dims[0] if len(weight.dims[0]) == 1 else (None,)
@@ -211,44 +212,49 @@ def npu_grouped_matmul(lift: Lifting, node: Node) -> Outcome:
         raise Conflict(
             f"the group list of the grouped GEMM is not the {words} of the ids", options["group_list"]
         )
-    rows, weight = lift.fact(x), lift.fact(_stacked(weights))
-    product = _grouped(node, rows, x, weight, groups.expr)
+    product = _grouped(node, lift.fact(x), x, _of_experts(lift, weights), groups.expr)
     biases = options.get("bias")
-    return (product if not biases else _biased(node, product, lift.fact(_stacked(biases))),)
+    if not biases:
+        return (product,)
+    return (_biased(node, product, _of_experts(lift, biases), _row_order(product, groups.expr.ids, x)[1]),)
 
 
-def _stacked(tensors: Sequence[Node]) -> Node:
-    """The tensor that holds all experts: the one of the list, or the one that the list is unbound from."""
+def _of_experts(lift: Lifting, tensors: Sequence[Node]) -> Fact:
+    """One tensor with the experts first: the one of the list, the one it is unbound from, or the list as it is."""
     if len(tensors) == 1:
-        return tensors[0]
-    whole = argument(tensors[0], 0) if op_name(tensors[0]) == "getitem" else None
-    if not isinstance(whole, Node) or op_name(whole) != "aten::unbind" or argument(whole, 1, "dim", 0) != 0:
-        raise Conflict("a grouped GEMM with a tensor per expert that aren't one stacked tensor's", tensors[0])
-    if len(tensors) != len(value(whole)) or any(
-        op_name(tensor) != "getitem" or tensor.args != (whole, expert)
-        for expert, tensor in enumerate(tensors)
-    ):
-        raise Conflict("a grouped GEMM with the tensors of some experts, or in another order", tensors[0])
-    stacked = argument(whole, 0)
-    assert isinstance(stacked, Node)
-    return stacked
+        return lift.fact(tensors[0])
+    if (whole := _unbound(tensors)) is not None:
+        return lift.fact(whole)
+    shapes = {tuple(value(tensor).shape) for tensor in tensors}
+    if len(shapes) != 1:
+        raise Conflict(f"a grouped GEMM with tensors of different shapes: {sorted(shapes)}", tensors[0])
+    (shape,) = shapes
+    groups: Dims = tuple(() if sizes.is_one(size) else (Axis(size),) for size in (len(tensors), *shape))
+    return Fact(Table(tuple(tensors), groups), groups)
 
 
-def _biased(node: Node, product: Fact, bias: Fact) -> Fact:
-    """product + bias[expert]: the bias is selected by the same ids as the weight."""
-    assert isinstance(product.expr, Dot)
-    assert isinstance(product.expr.b, Leaf)
-    (selector,) = product.expr.b.selectors
-    (expert,) = bias.dims[0] if len(bias.dims) == 2 and len(bias.dims[0]) == 1 else (None,)
+def _unbound(tensors: Sequence[Node]) -> Node | None:
+    """The tensor whose elements 0, 1, 2, ... the list holds, all of them; None for another list."""
+    pieces = argument(tensors[0], 0) if op_name(tensors[0]) == "getitem" else None
     if (
-        not isinstance(bias.expr, Leaf)
-        or not isinstance(expert, Axis)
-        or not sizes.same(expert.size, selector.size)
+        not isinstance(pieces, Node)
+        or op_name(pieces) != "aten::unbind"
+        or argument(pieces, 1, "dim", 0) != 0
     ):
+        return None
+    every = [op_name(t) == "getitem" and t.args == (pieces, expert) for expert, t in enumerate(tensors)]
+    whole = argument(pieces, 0)
+    return whole if all(every) and len(every) == len(value(pieces)) and isinstance(whole, Node) else None
+
+
+def _biased(node: Node, product: Fact, bias: Fact, ids: Expr) -> Fact:
+    """product + bias[expert]: the bias is selected by the same ids as the weight."""
+    (expert,) = bias.dims[0] if len(bias.dims) == 2 and len(bias.dims[0]) == 1 else (None,)
+    if not isinstance(bias.expr, Leaf | Table) or not isinstance(expert, Axis):
         raise Conflict("the bias of a grouped GEMM is not [experts, N]")
     unifier = Unifier()
     features = unifier.unify(product.dims[1], bias.dims[1])
-    selected = unifier.expr(bind(bias.expr, {expert: (selector,)}))
+    selected = unifier.expr(bind(bias.expr, {expert: (At(ids, expert.size),)}))
     expr = Op(torch.ops.aten.add.Tensor, (unifier.expr(product.expr), selected), (), node)
     return Fact(expr, (product.dims[0], features))
 

@@ -20,6 +20,7 @@ from moefuse.ops.spec import GateUp, MoeSpec, RowNorm, WeightPosition
 from moefuse.patterns.activation import Classified, classify, to_program, upcast
 from moefuse.patterns.capacity import dropped
 from moefuse.patterns.facts import (
+    At,
     Axis,
     Case,
     Cases,
@@ -36,6 +37,7 @@ from moefuse.patterns.facts import (
     Pick,
     Pieces,
     Sum,
+    Table,
     Tally,
 )
 from moefuse.patterns.loops import all_cases
@@ -132,16 +134,19 @@ def assemble(lift: Lifting, node: Node, expr: Expr, dims: Dims) -> Site:
 
 
 def _layer(lift: Lifting, body: Expr, slots: tuple[Axis, ...], dims: Dims) -> Layer:
-    """The layer that sums `body` over `slots`, its rows in one piece or cut into one piece per expert."""
+    """The layer that sums `body` over `slots`: rows in one piece, cut by expert, or a list of tensors per weight."""
+    if tables := [e for e in walk(body) if isinstance(e, Table)]:
+        return merge(lift, _by_expert(body, tables, slots), dims)
     wholes = {e for e in walk(body) if isinstance(e, Pieces)}
     if not wholes:
         return describe(lift, body, slots, dims)
     if len(wholes) > 1:
         raise Conflict("the outputs of several loops over experts are multiplied")
     (whole,) = wholes
-    cases: list[Case] = []
-    for expert in range(len(argument(whole.node, 0))):
-        cases.append(Case(whole.node, expert, whole.ids, _at_expert(lift, body, expert, whole.ids), slots))
+    cases = [
+        Case(whole.node, expert, whole.ids, _at_expert(lift, body, expert, whole.ids), slots)
+        for expert in range(len(argument(whole.node, 0)))
+    ]
     return merge(lift, cases, dims)
 
 
@@ -153,6 +158,25 @@ def _at_expert(lift: Lifting, body: Expr, expert: int, ids: Expr) -> Expr:
                 raise Conflict("the loops over experts of one layer are cut by different ids")
             body = _replaced(body, whole, piece_at(lift, whole, expert))
     return body
+
+
+def _by_expert(body: Expr, tables: list[Table], slots: tuple[Axis, ...]) -> list[Case]:
+    """One case per expert, each with its own tensors of the lists that the same ids select from."""
+    if any(table.index[0] != tables[0].index[0] for table in tables):
+        raise Conflict(
+            f"`{tables[0].nodes[0].name}` and other tensors per expert are selected by different ids"
+        )
+    (selector,) = tables[0].index[0] if len(tables[0].index[0]) == 1 else (None,)
+    if not isinstance(selector, At):
+        raise Conflict(f"`{tables[0].nodes[0].name}` and its kin are not selected by the routing")
+
+    def own(expr: Expr, expert: int) -> Expr:
+        if isinstance(expr, Table):
+            return Leaf(expr.nodes[expert], expr.index[1:])
+        return expr.rebuilt(lambda part: own(part, expert))
+
+    first, count = tables[0].nodes[0], len(tables[0].nodes)
+    return [Case(first, expert, selector.expr, own(body, expert), slots) for expert in range(count)]
 
 
 def _replaced(expr: Expr, old: Expr, new: Expr) -> Expr:

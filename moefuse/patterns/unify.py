@@ -34,6 +34,7 @@ from moefuse.patterns.facts import (
     Pieces,
     Pos,
     Sum,
+    Table,
     Tally,
     group_axes,
     group_size,
@@ -86,6 +87,13 @@ def _bind_pieces(expr: Pieces, binding: Binding) -> Expr:
     return Pieces(expr.node, bind(expr.ids, binding), index)
 
 
+def _bind_table(expr: Table, binding: Binding) -> Expr:
+    index = tuple(bind_group(group, binding) for group in expr.index)
+    if any(isinstance(digit, Perm | Pick) for group in index for digit in group):
+        raise Conflict(f"`{expr.nodes[0].name}` and its kin are taken in an order by expert")
+    return Table(expr.nodes, index)
+
+
 def _bind_cases(expr: Cases, binding: Binding) -> Expr:
     case = expr.case
     bound = Case(case.source, case.expert, bind(case.ids, binding), bind(case.rows, binding), case.slots)
@@ -105,6 +113,7 @@ def _bind_coords(expr: Coords, binding: Binding) -> Expr:
 _BINDERS: dict[type, Callable[[Any, Binding], Expr]] = {
     Leaf: _bind_leaf,
     Const: lambda e, b: e,
+    Table: _bind_table,
     Pos: lambda e, b: Pos(bind_group(e.group, b)),
     Op: lambda e, b: e.rebuilt(lambda part: bind(part, b)),
     Dot: lambda e, b: e.rebuilt(lambda part: bind(part, b)),

@@ -128,6 +128,14 @@ def unbound_weights(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor) -> Tenso
     return finalize(gmm(h, w2.unbind(0), counts), weights.to(x.dtype), row_idx)
 
 
+def listed_weights(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+    """A tensor per expert, as MegaMoe itself wants them. The clones stand for parameters of their own."""
+    weights, ids = route(logits)
+    rows, row_idx, counts = dispatch(x, ids)
+    h = npu.npu_swiglu(gmm(rows, [w.clone() for w in w13], counts))
+    return finalize(gmm(h, [w.clone() for w in w2], counts), weights.to(x.dtype), row_idx)
+
+
 def transposed_weights(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
     """Weights that lie with out-features first, as a checkpoint's do."""
     return sglang_bf16(x, logits, w13.transpose(1, 2).contiguous().transpose(1, 2), w2)
@@ -172,16 +180,19 @@ def with_skip(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
 SEQUENCES: dict[str, Layer] = {
     layer.__name__: layer
     for layer in (
-        *(
-            sglang_bf16,
-            sglang_legacy,
-            gated_legacy,
-            vllm_allgather,
-            token_permute,
-            cumulative,
-            counts_summed_up,
-        ),
-        *(unbound_weights, transposed_weights, written_out_activation, slots_of_rows, unpermute_then_weigh),
+        sglang_bf16,
+        sglang_legacy,
+        gated_legacy,
+        vllm_allgather,
+        token_permute,
+        cumulative,
+        counts_summed_up,
+        unbound_weights,
+        listed_weights,
+        transposed_weights,
+        written_out_activation,
+        slots_of_rows,
+        unpermute_then_weigh,
         with_skip,
     )
 }

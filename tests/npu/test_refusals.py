@@ -139,17 +139,18 @@ def padded_rows(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
     return finalize(mlp(rows, counts, w13, w2).view(1, -1, H), weights, row_idx, drop_pad_mode=3)
 
 
-def experts_in_another_order(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+def some_lists_only(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+    """Seven tensors for eight experts."""
     weights, ids = route(logits)
     rows, row_idx, counts = dispatch(x, ids)
-    h = npu.npu_swiglu(gmm(rows, w13.unbind(0)[::-1], counts))
+    h = npu.npu_swiglu(gmm(rows, [w.clone() for w in w13[1:]], counts))
     return finalize(gmm(h, [w2], counts), weights, row_idx)
 
 
-def a_tensor_per_expert(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+def one_list_and_one_stack(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
     weights, ids = route(logits)
     rows, row_idx, counts = dispatch(x, ids)
-    h = npu.npu_swiglu(gmm(rows, [(w * 2) for w in w13.unbind(0)], counts))
+    h = npu.npu_swiglu(gmm(rows, [w.clone() for w in w13], counts))
     return finalize(gmm(h, [w2], counts), weights, row_idx)
 
 
@@ -198,8 +199,8 @@ REFUSED: dict[Layer, str] = {
     absolute_rows_of_finished_tokens: "the absolute value of row indices",
     two_skips: "adds two tensors",
     padded_rows: "leaves slots out (drop_pad_mode=3)",
-    experts_in_another_order: "the tensors of some experts, or in another order",
-    a_tensor_per_expert: "a tensor per expert that aren't one stacked tensor's",
+    some_lists_only: "offsets for 8 experts, weights for 7",
+    one_list_and_one_stack: "whose weights are selected by ids once more",
     quantised_rows: "quantises the token rows (quant_mode=1)",
     an_activation_in_the_product: "a grouped GEMM with act_type=1",
     a_scaled_product: "a grouped GEMM with scale: only plain products",
@@ -247,6 +248,23 @@ def test_biases() -> None:
     assert (spec.has_bias1, spec.has_bias2) == (True, True)
     captured = capture_graph(biased_by_other_ids, inputs)
     rewrite_and_compare(captured.graph_module, captured.inputs, expect_fused=0)
+
+
+def in_another_order(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor, b13: Tensor, b2: Tensor) -> Tensor:
+    """Expert e works with the tensors of expert 7 - e; the biases are lists too."""
+    weights, ids = route(logits)
+    rows, row_idx, counts = dispatch(x, ids)
+    h = npu.npu_swiglu(gmm(rows, w13.unbind(0)[::-1], counts, bias=b13.unbind(0)[::-1]))
+    y = gmm(h, w2.unbind(0)[::-1], counts, bias=b2.unbind(0)[::-1])
+    return finalize(y, weights, row_idx)
+
+
+def test_lists_in_another_order_keep_it() -> None:
+    inputs = (*operands(), torch.randn(E, 2 * H), torch.randn(E, H))
+    captured = capture_graph(in_another_order, inputs)
+    outcome = rewrite_and_compare(captured.graph_module, captured.inputs, expect_fused=1)
+    spec = outcome.report.sites[0].spec
+    assert (spec.weight_form, spec.has_bias1, spec.has_bias2) == ("list", True, True)
 
 
 # --- what others read -------------------------------------------------------------------------------------
