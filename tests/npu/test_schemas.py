@@ -57,6 +57,26 @@ CALLS: dict[str, Callable[..., Any]] = {
     "swiglu": lambda: npu.npu_swiglu(ROWS),
     "dynamic quant": lambda: npu.npu_dynamic_quant(ROWS),
     "dequant swiglu quant": lambda: npu.npu_dequant_swiglu_quant(ROWS, quant_mode=1),
+    "swiglu quant": lambda: npu.npu_swiglu_quant(ROWS, quant_mode=1, dst_type=torch.int8),
+    "gmm swiglu quant": lambda: npu.npu_grouped_matmul_swiglu_quant_v2(
+        ROWS.to(torch.int8),
+        [torch.ones(8, 16, 4, dtype=torch.int8)],
+        [torch.ones(8, 4)],
+        torch.ones(12),
+        GROUPS,
+        group_list_type=1,
+    ),
+    "gmm finalize": lambda: npu.npu_grouped_matmul_finalize_routing(
+        ROWS.to(torch.int8),
+        torch.ones(8, 16, 4, dtype=torch.int8),
+        GROUPS,
+        scale=torch.ones(8, 4),
+        pertoken_scale=torch.ones(12),
+        logit=torch.ones(12),
+        row_index=(POSITION // 2).long(),
+        output_bs=6,
+    ),
+    "re routing": lambda: npu.npu_moe_re_routing(ROWS, torch.full((3, 2), 2, dtype=torch.int32)),
     "finalize": lambda: npu.npu_moe_finalize_routing(
         ROWS, None, None, None, torch.ones(6, 2).bfloat16(), POSITION, None, 2
     ),

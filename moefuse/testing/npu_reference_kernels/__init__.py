@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from moefuse.testing.npu_reference_kernels import experts, quant, routing
+from moefuse.testing.npu_reference_kernels import experts, fused, quant, routing
 from moefuse.testing.npu_reference_kernels.schemas import SCHEMAS
 
 __all__ = ["KERNELS", "install"]
@@ -31,6 +31,10 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "npu_swiglu": experts.swiglu,
     "npu_dynamic_quant": quant.dynamic_quant,
     "npu_dequant_swiglu_quant": quant.dequant_swiglu_quant,
+    "npu_swiglu_quant": fused.swiglu_quant,
+    "npu_grouped_matmul_swiglu_quant_v2": fused.grouped_matmul_swiglu_quant_v2,
+    "npu_grouped_matmul_finalize_routing": fused.grouped_matmul_finalize_routing,
+    "npu_moe_re_routing": fused.re_routing,
     "npu_moe_finalize_routing": routing.finalize_routing,
     "npu_moe_token_unpermute": routing.token_unpermute,
 }

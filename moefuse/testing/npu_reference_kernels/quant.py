@@ -32,11 +32,12 @@ def dynamic_quant(
     only(name, "quant_mode", quant_mode, "pertoken")
     only(name, "dst_type_max", dst_type_max, 0.0)
     if group_index is not None and smooth_scales is not None:
-        smooth_scales = smooth_scales[_group(group_index, input.shape[0], smooth_scales.shape[0])]
+        smooth_scales = smooth_scales[group_of_rows(group_index, input.shape[0], smooth_scales.shape[0])]
     return dynamic_int8(input, smooth_scales)
 
 
-def _group(ends: Tensor, rows: int, groups: int) -> Tensor:
+def group_of_rows(ends: Tensor, rows: int, groups: int) -> Tensor:
+    """The group of each row, from where the groups end; rows after the last one count as its."""
     position = torch.arange(rows, dtype=ends.dtype)
     return torch.searchsorted(ends, position, right=True).clamp(max=groups - 1)
 
@@ -77,7 +78,7 @@ def dequant_swiglu_quant(
         rows = scale.float().view(-1, scale.shape[-1])
         if group_index is None:
             return rows
-        return rows[_group(group_index.cumsum(0), x.shape[0], rows.shape[0])]
+        return rows[group_of_rows(group_index.cumsum(0), x.shape[0], rows.shape[0])]
 
     values = x.float() if bias is None else x.float() + per_row(bias)
     if weight_scale is not None:
