@@ -31,7 +31,7 @@ from moefuse.patterns.facts import (
     Tally,
     group_axes,
 )
-from moefuse.patterns.router import chosen_from, covers, distinct, topk_of, walk
+from moefuse.patterns.router import chosen_from, covers, distinct, joined_counts, topk_of, walk
 from moefuse.patterns.rules import Lifting, Outcome, argument, rule, value
 from moefuse.patterns.unify import Unifier, bind
 
@@ -155,7 +155,7 @@ def cat(lift: Lifting, node: Node) -> Outcome:
     """Every expert's piece, in order: the rows in the order of the cut, each computed by its own expert."""
     parts = [lift.fact(part) for part in argument(node, 0)]
     if not any(part.expr.hard for part in parts):
-        return None
+        return joined_counts(parts)
     dim = int(argument(node, 1, "dim", 0)) % len(parts[0].dims)
     picks = [part.dims[dim][0] if len(part.dims[dim]) == 1 else None for part in parts]
     first = picks[0]

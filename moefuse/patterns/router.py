@@ -355,6 +355,53 @@ def _choices(expr: Expr) -> bool:
     return isinstance(expr, OneHot) or _is_mask(expr)
 
 
+@rule("aten::sub")
+def subtract(lift: Lifting, node: Node) -> Outcome:
+    """A difference; of neighbouring running counts it is the counts again."""
+    both = [lift.fact(arg) for arg in node.args] if len(node.args) == 2 and not node.kwargs else []
+    if len(both) != 2 or not all(isinstance(fact.expr, Offs) and len(fact.dims) == 1 for fact in both):
+        return pointwise(lift, node)
+    unifier = Unifier()
+    dims = (unifier.unify(both[0].dims[0], both[1].dims[0]),)
+    ends, before = (unifier.expr(fact.expr) for fact in both)
+    assert isinstance(ends, Offs)
+    assert isinstance(before, Offs)
+    here, there = (_part(expr.at) for expr in (ends, before))
+    if here is None or there is None or ends.ids.node is not before.ids.node:
+        return pointwise(lift, node)
+    if (here.group, here.size, here.start) != (there.group, there.size, there.start + 1):
+        return pointwise(lift, node)
+    return Fact(Count(ends.ids, ends.at), dims)
+
+
+def _part(at: Group) -> Part | None:
+    """A slice of the experts, one by one."""
+    (found,) = at if len(at) == 1 else (None,)
+    return found if isinstance(found, Part) and found.step == 1 else None
+
+
+def joined_counts(parts: list[Fact]) -> Fact | None:
+    """The counts of all experts, if the parts are those of some experts each, in order. The first end is a count."""
+    begin, ids, total = 0, None, None
+    for fact in parts:
+        part = _part(fact.expr.at) if isinstance(fact.expr, Count | Offs) else None
+        if part is None or fact.dims != (part.group,) or part.start != begin:
+            return None
+        assert isinstance(fact.expr, Count | Offs)
+        if isinstance(fact.expr, Offs) and (begin, part.group) != (0, ()):
+            return None
+        if (ids is not None and fact.expr.ids.node is not ids.node) or (total or part.size) != part.size:
+            return None
+        ids, total, length = fact.expr.ids, part.size, group_size(part.group)
+        if not isinstance(length, int):
+            return None
+        begin += length
+    if ids is None or begin != total:
+        return None
+    at: Group = (Axis(begin),)
+    return Fact(Count(ids, at), (at,))
+
+
 # --- scores per (token, expert) --------------------------------------------------------------------------
 
 

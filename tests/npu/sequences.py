@@ -121,6 +121,14 @@ def counts_summed_up(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor) -> Tens
     return finalize(mlp(rows, ends, w13, w2, 0), weights.to(x.dtype), row_idx)
 
 
+def counts_from_ends(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+    """The other conversion, as vllm-ascend writes it."""
+    weights, ids = route(logits)
+    rows, row_idx, ends = dispatch(x, ids, expert_tokens_num_type=0)
+    counts = torch.cat([ends[:1], torch.diff(ends, dim=0)])
+    return finalize(mlp(rows, counts, w13, w2), weights.to(x.dtype), row_idx)
+
+
 def unbound_weights(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
     weights, ids = route(logits)
     rows, row_idx, counts = dispatch(x, ids)
@@ -187,6 +195,7 @@ SEQUENCES: dict[str, Layer] = {
         token_permute,
         cumulative,
         counts_summed_up,
+        counts_from_ends,
         unbound_weights,
         listed_weights,
         transposed_weights,

@@ -76,6 +76,27 @@ def counts_that_nobody_asked_for(x: Tensor, logits: Tensor, w13: Tensor, w2: Ten
     return finalize(mlp(rows, torch.zeros(E, dtype=torch.int64), w13, w2), weights, row_idx)
 
 
+def counts_of_all_but_the_first(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+    weights, ids = route(logits)
+    rows, row_idx, ends = dispatch(x, ids, expert_tokens_num_type=0)
+    counts = torch.cat([ends[:1] * 0, ends[1:] - ends[:-1]])
+    return finalize(mlp(rows, counts, w13, w2), weights, row_idx)
+
+
+def counts_over_two_experts(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+    weights, ids = route(logits)
+    rows, row_idx, ends = dispatch(x, ids, expert_tokens_num_type=0)
+    counts = torch.cat([ends[:2], ends[2:] - ends[:-2]])
+    return finalize(mlp(rows, counts, w13, w2), weights, row_idx)
+
+
+def counts_turned(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+    weights, ids = route(logits)
+    rows, row_idx, ends = dispatch(x, ids, expert_tokens_num_type=0)
+    counts = torch.cat([torch.diff(ends), ends[:1]])
+    return finalize(mlp(rows, counts, w13, w2), weights, row_idx)
+
+
 def groups_of_other_ids(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
     weights, ids = route(logits)
     rows, row_idx, _ = dispatch(x, ids)
@@ -190,6 +211,9 @@ REFUSED: dict[Layer, str] = {
     counts_as_ends: "the group list of the grouped GEMM is not the running counts of the ids",
     ends_as_counts: "the group list of the grouped GEMM is not the counts of the ids",
     counts_that_nobody_asked_for: "the group list of the grouped GEMM is not the counts of the ids",
+    counts_of_all_but_the_first: "the group list of the grouped GEMM is not the counts of the ids",
+    counts_over_two_experts: "the group list of the grouped GEMM is not the counts of the ids",
+    counts_turned: "the group list of the grouped GEMM is not the counts of the ids",
     groups_of_other_ids: "not the same ids",
     rows_of_another_dispatch: "meet rows in the order of",
     some_rows_only: "only the rows of the first 1 of 2 tokens are kept",
