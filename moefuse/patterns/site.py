@@ -162,7 +162,8 @@ def _at_expert(lift: Lifting, body: Expr, expert: int, ids: Expr) -> Expr:
 
 def _by_expert(body: Expr, tables: list[Table], slots: tuple[Axis, ...]) -> list[Case]:
     """One case per expert, each with its own tensors of the lists that the same ids select from."""
-    if any(table.index[0] != tables[0].index[0] for table in tables):
+    first, count = tables[0].nodes[0], len(tables[0].nodes)
+    if any(table.index[0] != tables[0].index[0] or len(table.nodes) != count for table in tables):
         raise Conflict(
             f"`{tables[0].nodes[0].name}` and other tensors per expert are selected by different ids"
         )
@@ -175,7 +176,6 @@ def _by_expert(body: Expr, tables: list[Table], slots: tuple[Axis, ...]) -> list
             return Leaf(expr.nodes[expert], expr.index[1:])
         return expr.rebuilt(lambda part: own(part, expert))
 
-    first, count = tables[0].nodes[0], len(tables[0].nodes)
     return [Case(first, expert, selector.expr, own(body, expert), slots) for expert in range(count)]
 
 
