@@ -66,6 +66,7 @@ _SIZES: dict[str, Any] = {
     "num_local_experts": EXPERTS,
     "n_routed_experts": EXPERTS,
     "moe_num_experts": EXPERTS,
+    "zero_expert_num": 2,
     "num_experts_per_tok": TOP_K,
     "top_k_experts": TOP_K,
     "moe_topk": TOP_K,
