@@ -5,6 +5,7 @@ of a layer is stored once for all that differ in node names only: a page grows w
 their number.
 """
 
+import dataclasses
 import itertools
 import re
 from collections.abc import Iterator, Sequence
@@ -80,8 +81,8 @@ def render(report: Report, files: Sequence[str] = ()) -> str:
         details=details.bodies,
         names=details.names,
         roles=ROLES,
-        notes=[(graph, graph.error.rstrip()) for graph in report.graphs],
-        phases=[text.graph_line(graph).splitlines()[0] for graph in report.graphs],
+        errors=[graph for graph in report.graphs if graph.error],
+        lines=text.graph_lines(dataclasses.replace(report, graphs=tuple(map(_without_error, report.graphs)))),
     )
 
 
@@ -89,6 +90,11 @@ def _torch_version() -> str:
     import torch
 
     return str(torch.__version__)
+
+
+def _without_error(graph: GraphReport) -> GraphReport:
+    """Its traceback is shown apart, folded."""
+    return dataclasses.replace(graph, error="")
 
 
 def _groups(graph: GraphReport, details: "_Details") -> Iterator[dict[str, Any]]:
