@@ -31,6 +31,7 @@ from moefuse.patterns.facts import (
     Pieces,
     Pos,
     Sum,
+    Table,
     Tally,
 )
 
@@ -134,6 +135,7 @@ _SAY: dict[type[Expr], Any] = {
     Count: lambda s, e: f"how many of {s.expr(e.ids)} are {s.group(e.at)}",
     Offs: lambda s, e: f"how many of {s.expr(e.ids)} are at most {s.group(e.at)}",
     Mean: lambda s, e: f"mean over {s.group(e.over)} of {s.expr(e.body)}",
+    Table: lambda s, e: f"(`{e.nodes[0].name}` ... `{e.nodes[-1].name}`)[{s.dims(e.index)}]",
     Tally: lambda s, e: f"how many of `{e.ids.node.name}` are one of {sorted(e.experts)}",
     Pieces: lambda s, e: f"`{e.node.name}`[{s.dims(e.index)}], by the expert {s.expr(e.ids)}",
 }
