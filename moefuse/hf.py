@@ -72,7 +72,6 @@ _SIZES: dict[str, Any] = {
     "moe_topk": TOP_K,
     "moe_top_k": TOP_K,
     "moe_k": TOP_K,
-    "zero_expert_num": 3,
     "enable_moe_block": True,
     "first_k_dense_replace": 0,
     "moe_layer_start_index": 0,

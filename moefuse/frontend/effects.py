@@ -232,13 +232,18 @@ class Calls(ast.NodeVisitor):
     def _member(self, function: ast.expr) -> None:
         """`self.method`, `self.module`, `self.experts[e]`, `self.w.view`."""
         value: Any = self.owner
-        for name in path_of(function)[1:]:
+        path = path_of(function)[1:]
+        if not path and isinstance(function, ast.Subscript) and self.owner is not None:
+            for child in self.owner.children():  # a ModuleList or ModuleDict of one's own: self[key](...)
+                self._module(function, child)
+            return
+        for name in path:
             if isinstance(value, torch.Tensor):
                 return
             if not hasattr(value, name):
                 raise self.refuse(function, f"calls `{ast.unparse(function)}`, which isn't known")
             value = getattr(value, name)
-        if isinstance(value, nn.Module):
+        if isinstance(value, nn.Module) and value is not self.owner:
             self._module(function, value)
         elif isinstance(value, types.MethodType) and value.__self__ is self.owner:
             demand_pure_function(value.__func__, self.owner, self.depth + 1)

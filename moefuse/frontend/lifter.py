@@ -171,6 +171,12 @@ class Loops:
             file = getattr(getattr(function, "__code__", None), "co_filename", "")
             self._report(layers, f"{file}:{refusal.line}", f"{kind.__name__}.{name}", refusal.reason)
             return
+        except Exception as error:  # a fault of ours is no reason for the user's model not to run
+            log.warning("an internal error in reading %s.%s", kind.__name__, name, exc_info=True)
+            self._report(
+                layers, "", f"{kind.__name__}.{name}", f"moefuse failed, {type(error).__name__}: {error}"
+            )
+            return
         if made is not None:
             self._new[key] = made
             self._owners[key] = owners
