@@ -11,6 +11,7 @@ import torch
 from torch.fx import Node
 
 from moefuse.graph import sizes
+from moefuse.graph.sizes import Size
 from moefuse.patterns.facts import (
     At,
     Axis,
@@ -216,7 +217,8 @@ def npu_grouped_matmul(lift: Lifting, node: Node) -> Outcome:
     biases = options.get("bias")
     if not biases:
         return (product,)
-    return (_biased(node, product, _of_experts(lift, biases), _row_order(product, groups.expr.ids, x)[1]),)
+    key, experts = _row_order(product, groups.expr.ids, x)[1], group_size(groups.expr.at)
+    return (_biased(node, product, _of_experts(lift, biases), key, experts),)
 
 
 def _of_experts(lift: Lifting, tensors: Sequence[Node]) -> Fact:
@@ -247,11 +249,13 @@ def _unbound(tensors: Sequence[Node]) -> Node | None:
     return whole if all(every) and len(every) == len(value(pieces)) and isinstance(whole, Node) else None
 
 
-def _biased(node: Node, product: Fact, bias: Fact, ids: Expr) -> Fact:
+def _biased(node: Node, product: Fact, bias: Fact, ids: Expr, experts: Size) -> Fact:
     """product + bias[expert]: the bias is selected by the same ids as the weight."""
     (expert,) = bias.dims[0] if len(bias.dims) == 2 and len(bias.dims[0]) == 1 else (None,)
     if not isinstance(bias.expr, Leaf | Table) or not isinstance(expert, Axis):
         raise Conflict("the bias of a grouped GEMM is not [experts, N]")
+    if not sizes.same(expert.size, experts):
+        raise Conflict(f"a grouped GEMM with weights for {experts} experts, biases for {expert.size}")
     unifier = Unifier()
     features = unifier.unify(product.dims[1], bias.dims[1])
     selected = unifier.expr(bind(bias.expr, {expert: (At(ids, expert.size),)}))

@@ -264,14 +264,24 @@ def biased_by_other_ids(
     )
 
 
+def too_many_biases(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor, b13: Tensor, b2: Tensor) -> Tensor:
+    """Nine tensors of biases for eight experts."""
+    weights, ids = route(logits)
+    rows, row_idx, counts = dispatch(x, ids)
+    biases = [b.clone() for b in (*b13, b13[0])]
+    h = npu.npu_swiglu(gmm(rows, [w.clone() for w in w13], counts, bias=biases))
+    return finalize(gmm(h, [w.clone() for w in w2], counts), weights, row_idx) + 0 * b2.sum()
+
+
 def test_biases() -> None:
     inputs = (*operands(), torch.randn(E, 2 * H), torch.randn(E, H))
     captured = capture_graph(biased, inputs)
     outcome = rewrite_and_compare(captured.graph_module, captured.inputs, expect_fused=1)
     spec = outcome.report.sites[0].spec
     assert (spec.has_bias1, spec.has_bias2) == (True, True)
-    captured = capture_graph(biased_by_other_ids, inputs)
-    rewrite_and_compare(captured.graph_module, captured.inputs, expect_fused=0)
+    for wrong in (biased_by_other_ids, too_many_biases):
+        captured = capture_graph(wrong, inputs)
+        rewrite_and_compare(captured.graph_module, captured.inputs, expect_fused=0)
 
 
 def in_another_order(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor, b13: Tensor, b2: Tensor) -> Tensor:

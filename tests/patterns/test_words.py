@@ -5,7 +5,7 @@ import torch
 from torch import fx
 
 from moefuse.patterns import facts
-from moefuse.patterns.facts import At, Axis, Const, Dot, Expr, Fact, Leaf, Op, Part, Perm, Pick, Pos
+from moefuse.patterns.facts import At, Axis, Const, Dot, Expr, Fact, Leaf, Op, Part, Perm, Pick, Pos, Table
 from moefuse.patterns.words import _SAY, words
 
 GRAPH = fx.Graph()
@@ -35,6 +35,10 @@ SLOT = Leaf(IDS, ((T,), (K,)))
                 ((T,), (K,), (E,)),
             ),
             "[i, j, k] = (Σl `x`[i, l] * `w`[`ids`[i, j], k, l])",
+        ),
+        (
+            Fact(Table((X, W), ((At(SLOT, 2),), (H,))), ((T, K), (H,))),
+            "[i·j, k] = (`x`, .., `w`)[`ids`[i, j], k]",
         ),
         (
             Fact(Op(torch.ops.aten.mul.Tensor, (Leaf(X, ((T,),)), Const(2.0))), ((T,),)),
