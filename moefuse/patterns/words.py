@@ -122,7 +122,6 @@ class _Speaker:
 
 
 _SAY: dict[type[Expr], Any] = {
-    Table: lambda s, e: f"(`{e.nodes[0].name}`, .., `{e.nodes[-1].name}`)[{s.dims(e.index)}]",
     Leaf: _Speaker.leaf,
     Const: lambda _, e: f"{e.value:g}",
     Pos: lambda s, e: f"position({s.group(e.group)})",

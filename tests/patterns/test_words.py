@@ -38,7 +38,7 @@ SLOT = Leaf(IDS, ((T,), (K,)))
         ),
         (
             Fact(Table((X, W), ((At(SLOT, 2),), (H,))), ((T, K), (H,))),
-            "[i·j, k] = (`x`, .., `w`)[`ids`[i, j], k]",
+            "[i·j, k] = (`x` ... `w`)[`ids`[i, j], k]",
         ),
         (
             Fact(Op(torch.ops.aten.mul.Tensor, (Leaf(X, ((T,),)), Const(2.0))), ((T,),)),
