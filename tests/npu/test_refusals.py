@@ -90,6 +90,13 @@ def counts_over_two_experts(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor) 
     return finalize(mlp(rows, counts, w13, w2), weights, row_idx)
 
 
+def ends_minus_themselves(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+    weights, ids = route(logits)
+    rows, row_idx, ends = dispatch(x, ids, expert_tokens_num_type=0)
+    counts = torch.cat([ends[:1], ends[1:] - ends[1:]])
+    return finalize(mlp(rows, counts, w13, w2), weights, row_idx)
+
+
 def counts_turned(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
     weights, ids = route(logits)
     rows, row_idx, ends = dispatch(x, ids, expert_tokens_num_type=0)
@@ -213,6 +220,7 @@ REFUSED: dict[Layer, str] = {
     counts_that_nobody_asked_for: "the group list of the grouped GEMM is not the counts of the ids",
     counts_of_all_but_the_first: "the group list of the grouped GEMM is not the counts of the ids",
     counts_over_two_experts: "the group list of the grouped GEMM is not the counts of the ids",
+    ends_minus_themselves: "the group list of the grouped GEMM is not the counts of the ids",
     counts_turned: "the group list of the grouped GEMM is not the counts of the ids",
     groups_of_other_ids: "not the same ids",
     rows_of_another_dispatch: "meet rows in the order of",
