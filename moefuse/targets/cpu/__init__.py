@@ -1,7 +1,7 @@
 """The cpu target.
 
-In: a layer's tensors on the CPU. Out: y and the slots each expert received. `kernel` is the one place where
-the implementation is chosen.
+In: a layer's tensors on the CPU. Out: y and the slots each expert received. The C++ kernel (kernel.py) takes every
+call that it supports, torch operators (torch_kernel.py) take the others, and all of them where no kernel can be built.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moefuse.ops.options import Options
 from moefuse.targets.base import Target
-from moefuse.targets.cpu import torch_kernel as kernel
+from moefuse.targets.cpu import kernel, torch_kernel
 
 
 class CpuTarget(Target):
@@ -36,4 +36,8 @@ class CpuTarget(Target):
             raise ValueError(
                 f"mega_moe: ep_world_size: this target runs on one rank, got {options.ep_world_size}"
             )
-        return kernel.run(x, topk_ids, topk_weights, weight1, weight2, bias1, bias2, options, row_scale)
+        library = kernel.load()
+        arguments = (x, topk_ids, topk_weights, weight1, weight2, bias1, bias2, options)
+        if isinstance(library, str) or row_scale is not None or kernel.supports(*arguments):
+            return torch_kernel.run(*arguments, row_scale)
+        return kernel.run(library, *arguments)

@@ -1,0 +1,113 @@
+"""The C++ kernel as a loaded library: built at first use, cached afterwards.
+
+In: an `Isa`. Out: a `ctypes.CDLL`. The file in the cache is named after everything that went into it: sources, flags,
+compiler, torch. Processes that need the same one wait for each other; a half-written file is never seen.
+"""
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from moefuse.targets.cpu.isa import Isa
+
+SOURCES = Path(__file__).parent / "native"
+CACHE_VARIABLE = "MOEFUSE_CACHE_DIR"
+# -fno-math-errno and no trapping: nothing reads either. Not -ffast-math: NaN and infinity must stay what they are.
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-w")
+_TIMEOUT = 300
+
+
+class BuildError(Exception):
+    """The kernel can't be built here; the text says why."""
+
+
+def library(isa: Isa) -> ctypes.CDLL:
+    """The kernel for `isa`, out of the cache or built now. Raises BuildError."""
+    compiler = find_compiler()
+    if compiler is None:
+        raise BuildError("no C++ compiler: $CXX is not set, and g++, c++ and clang++ are not on the path")
+    path = cache_dir() / f"moefuse-{isa.name}-{_key(isa, compiler)}.so"
+    if not path.exists():
+        with _locked(path.with_suffix(".lock")):
+            if not path.exists():  # another process may have built it while this one waited
+                _build(isa, compiler, path)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(f"{path} can't be loaded: {error}") from None
+
+
+def find_compiler() -> str | None:
+    """$CXX, or the first of g++, c++ and clang++ on the path."""
+    names = [os.environ.get("CXX", ""), "g++", "c++", "clang++"]
+    return next((found for name in names if name and (found := shutil.which(name))), None)
+
+
+def cache_dir() -> Path:
+    """Where built kernels are kept: $MOEFUSE_CACHE_DIR, or moefuse/ in the user's cache, or a folder in /tmp.
+
+    Raises BuildError when none of them can be written, or when the last belongs to someone else.
+    """
+    named = os.environ.get(CACHE_VARIABLE)
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
+    places = [Path(named)] if named else [Path(home) / "moefuse", Path(tempfile.gettempdir()) / f"moefuse-{user}"]
+    for place in places:
+        with contextlib.suppress(OSError):
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+            owned = not hasattr(os, "getuid") or place.stat().st_uid == os.getuid()
+            if owned and os.access(place, os.W_OK):
+                return place
+    raise BuildError(f"no folder for built kernels: tried {', '.join(map(str, places))}; set {CACHE_VARIABLE}")
+
+
+def _key(isa: Isa, compiler: str) -> str:
+    status = os.stat(compiler)
+    parts = [torch.__version__, *FLAGS, *isa.flags, os.path.realpath(compiler), f"{status.st_size} {status.st_mtime_ns}"]
+    digest = hashlib.sha256("\n".join(parts).encode())
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _build(isa: Isa, compiler: str, path: Path) -> None:
+    start = time.perf_counter()
+    print(f"moefuse: building the CPU kernel for {isa.name}, once ...", file=sys.stderr, flush=True)
+    handle, name = tempfile.mkstemp(suffix=".so", dir=path.parent)
+    os.close(handle)
+    try:
+        command = [compiler, *FLAGS, *isa.flags, str(SOURCES / "moefuse.cpp"), "-o", name]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT)
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+            raise BuildError(f"{compiler} failed: {lines[0] if lines else f'exit status {done.returncode}'}")
+        os.replace(name, path)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BuildError(f"{compiler} failed: {error}") from None
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+    print(f"moefuse: built in {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a file lock; released by the system if this process dies."""
+    try:
+        import fcntl
+    except ImportError:  # no such locks here: two processes may build the same file, the last one stays
+        yield
+        return
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

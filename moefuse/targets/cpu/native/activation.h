@@ -1,0 +1,119 @@
+// The activations between the two GEMMs, in float32.
+//
+// In: gate and up values of one token's row (up unread by plain experts) and the parameters. Out: the activated row.
+// The formulas are those of moefuse/ops/activations.py; the polynomials below were fitted for float32.
+#pragma once
+
+#include "vec.h"
+
+namespace moefuse {
+
+// In the order of KINDS in kernel.py.
+enum Kind : int64_t {
+    SWIGLU, SWIGLUSTEP, SWIGLUOAI, SITUGLU, GEGLU, GEGLU_TANH, QUICK_GEGLU, REGLU, RELU2GLU, SIGMOIDGLU, BILINEAR,
+    SILU, GELU, GELU_TANH, QUICK_GELU, RELU, RELU2, SIGMOID, TANH, IDENTITY
+};
+
+// Error about 1 ulp; 0 below exp(-87.3), infinity above exp(88.7), NaN for NaN.
+static inline f32v exp_of(f32v x) {
+    const f32v inside = at_least(at_most(x, 88.7f), -87.3f);
+    const f32v magic = splat(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
+    const f32v shifted = inside * 1.44269504f + magic;
+    const f32v n = shifted - magic;
+    const f32v r = inside - n * 0.693359375f + n * 2.12194440e-4f;  // ln 2 in two parts
+    f32v p = 1.9899275e-4f * r + 1.39336433e-3f;
+    p = p * r + 8.33329848e-3f;
+    p = p * r + 4.16664650e-2f;
+    p = p * r + 0.166666667f;
+    p = p * r + 0.5f;
+    p = (p * r) * r + r + 1.f;
+    const u32v exponent = bit_cast<u32v>(shifted) << 23;  // the low bits of `shifted` are n
+    const f32v result = bit_cast<f32v>(bit_cast<u32v>(p) + exponent);
+    const f32v low = select(x < splat(-87.3f), splat(0.f), result);
+    return select(x > splat(88.7f), splat(__builtin_inff()), low);
+}
+
+// g / (1 + exp(-scale g)): infinities end as they do in torch, -inf in NaN.
+static inline f32v sigmoid_of(f32v x) { return 1.f / (1.f + exp_of(-x)); }
+static inline f32v silu_of(f32v g) { return g / (1.f + exp_of(-g)); }
+static inline f32v quick_gelu_of(f32v g) { return g * sigmoid_of(1.702f * g); }
+static inline f32v relu_of(f32v g) { return at_least(g, 0.f); }
+
+static inline f32v tanh_of(f32v x) {
+    const f32v large = 1.f - 2.f / (exp_of(2.f * x) + 1.f);
+    const f32v s = x * x;
+    f32v p = 2.37350346e-3f * s - 8.41254221e-3f;
+    p = p * s + 2.17891034e-2f;
+    p = p * s - 5.39616527e-2f;
+    p = p * s + 0.133333133f;
+    p = p * s - 0.333333332f;
+    const f32v small = x + x * s * p;  // where 1 - 2 / .. would cancel
+    return select(s < splat(0.36f), small, large);
+}
+
+// g * (1 + erf(g / sqrt 2)) / 2 through erfc, which keeps the precision of the negative tail.
+static inline f32v gelu_of(f32v g) {
+    const f32v x = bit_cast<f32v>(bit_cast<i32v>(g) & 0x7fffffff) * 0.707106781f;
+    const f32v t = select(x > splat(1e18f), splat(1.f), (x - 3.f) / (x + 3.f));
+    f32v p = -9.25451668e-5f * t - 5.13850513e-4f;
+    p = p * t + 1.87507912e-3f;
+    p = p * t + 2.2865137e-3f;
+    p = p * t - 2.37635764e-2f;
+    p = p * t + 6.84095817e-2f;
+    p = p * t - 0.119275275f;
+    p = p * t + 0.129627505f;
+    p = p * t - 4.75621569e-2f;
+    p = p * t - 0.135620239f;
+    p = p * t + 1.25300806f;
+    const f32v half_erfc = 0.5f * exp_of(-x * x) * p / (1.f + 2.f * x);
+    return g * select(g < splat(0.f), half_erfc, 1.f - half_erfc);
+}
+
+static inline f32v gelu_tanh_of(f32v g) {
+    // 0.5 (1 + tanh z) = sigmoid(2 z)
+    return g * sigmoid_of(1.59576912f * (g + 0.044715f * g * g * g));
+}
+
+static inline f32v clamp(f32v value, float limit) { return at_least(at_most(value, limit), -limit); }
+
+template <class F>
+static inline void over_row(const float* g, const float* u, float* out, int n, F&& function) {
+    for (int i = 0; i < n; i += LANES) store(out + i, function(load(g + i), load(u + i)));
+}
+
+// n values, rounded up to whole vectors: g, u and out have room for them.
+static void activate(int64_t kind, const double* params, const float* g, const float* u, float* out, int n) {
+    const float a = float(params[0]), b = float(params[1]), c = float(params[2]);
+    const auto each = [&](auto&& function) { over_row(g, u, out, n, function); };
+    switch (kind) {
+        case SWIGLU:
+            if (a == __builtin_inff()) return each([](f32v g, f32v u) { return silu_of(g) * u; });
+            return each([=](f32v g, f32v u) { return silu_of(at_most(g, a)) * clamp(u, a); });
+        case SWIGLUSTEP: return each([=](f32v g, f32v u) { return at_most(silu_of(g), a) * clamp(u, a); });
+        case SWIGLUOAI:
+            return each([=](f32v g, f32v u) {
+                const f32v gate = at_most(g, a);
+                return gate * sigmoid_of(b * gate) * (clamp(u, a) + c);
+            });
+        case SITUGLU:
+            return each([=](f32v g, f32v u) { return a * tanh_of(g / a) * sigmoid_of(g) * (b * tanh_of(u / b)); });
+        case GEGLU: return each([](f32v g, f32v u) { return gelu_of(g) * u; });
+        case GEGLU_TANH: return each([](f32v g, f32v u) { return gelu_tanh_of(g) * u; });
+        case QUICK_GEGLU: return each([](f32v g, f32v u) { return quick_gelu_of(g) * u; });
+        case REGLU: return each([](f32v g, f32v u) { return relu_of(g) * u; });
+        case RELU2GLU: return each([](f32v g, f32v u) { return relu_of(g) * relu_of(g) * u; });
+        case SIGMOIDGLU: return each([](f32v g, f32v u) { return sigmoid_of(g) * u; });
+        case BILINEAR: return each([](f32v g, f32v u) { return g * u; });
+        case SILU: return each([](f32v g, f32v) { return silu_of(g); });
+        case GELU: return each([](f32v g, f32v) { return gelu_of(g); });
+        case GELU_TANH: return each([](f32v g, f32v) { return gelu_tanh_of(g); });
+        case QUICK_GELU: return each([](f32v g, f32v) { return quick_gelu_of(g); });
+        case RELU: return each([](f32v g, f32v) { return relu_of(g); });
+        case RELU2: return each([](f32v g, f32v) { return relu_of(g) * relu_of(g); });
+        case SIGMOID: return each([](f32v g, f32v) { return sigmoid_of(g); });
+        case TANH: return each([](f32v g, f32v) { return tanh_of(g); });
+        default: return each([](f32v g, f32v) { return g; });
+    }
+}
+
+}  // namespace moefuse

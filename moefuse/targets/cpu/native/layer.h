@@ -1,0 +1,49 @@
+// The description of one call, as Python packs it: 8 bytes per field, in this order (see kernel.py).
+#pragma once
+
+#include <cstdint>
+
+#include "vec.h"
+
+namespace moefuse {
+
+enum GateUp : int64_t { NONE, CONCAT, INTERLEAVED, CONCAT_SWAPPED, INTERLEAVED_SWAPPED, SEPARATE };
+enum Position : int64_t { OUTPUT, MID, INPUT };
+
+// One expert's tensors of one part: through a table of pointers (per-expert lists), or base + e * expert_bytes.
+struct Tensors {
+    const void* const* table;
+    const char* base;
+    int64_t expert_bytes;
+    int64_t stride_n;  // in elements, between output features
+    int64_t stride_k;  // between input features; unused by biases
+
+    bool present() const { return table || base; }
+    template <class D>
+    const D* of(int64_t expert) const {
+        return static_cast<const D*>(table ? table[expert] : base + expert * expert_bytes);
+    }
+};
+
+struct Layer {
+    const void* x;  // [tokens, hidden], unit stride along hidden
+    int64_t x_stride;
+    const void* topk_ids;  // [tokens, top_k], contiguous, int32 or int64
+    int64_t ids_are_64;
+    const void* topk_weights;  // [tokens, top_k], contiguous
+    int64_t weights_type;
+    int64_t tokens, top_k, experts, hidden, inner, outputs;
+    int64_t type, out_type;
+    int64_t gate_up;
+    int64_t activation;
+    double params[3];
+    int64_t position;
+    int64_t round_products;
+    Tensors weight1[2], weight2;
+    Tensors bias1[2], bias2;
+    void* y;        // [tokens, outputs], contiguous
+    int32_t* nums;  // [experts]
+    int64_t threads;
+};
+
+}  // namespace moefuse

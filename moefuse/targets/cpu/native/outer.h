@@ -1,0 +1,125 @@
+// C[t][n] += sum over k of X[t][k] * W[k][n] for weights whose n is contiguous: outer products of rows as they lie.
+//
+// In: rows of W (unit stride along n, any stride along k) and of X (Mac<D>::X, zero-padded to an even k).
+// Out: float32 sums. A tile of T token rows by V vectors of columns stays in registers along k; each value of X is
+// repeated over the lanes. bf16 dot products take two k at once: two rows of W are interleaved in registers.
+#pragma once
+
+#include "mac.h"
+
+namespace moefuse {
+
+#if defined(MOEFUSE_ISA_AVX512)
+constexpr int SUMS = 24;
+constexpr int MOST_TOKENS = 12;
+#else
+constexpr int SUMS = 12;
+constexpr int MOST_TOKENS = 6;
+#endif
+constexpr ptrdiff_t AHEAD = 12;  // rows of W to fetch ahead
+
+// Two vectors of columns out of the rows at w (and w + ldk where the type pairs k; a missing second row is zero).
+template <class D>
+struct Columns {
+    static inline void read(const D* w, ptrdiff_t, bool, int n, f32v* two) {
+        if (n >= 2 * LANES) {
+            two[0] = load(w), two[1] = load(w + LANES);
+            return;
+        }
+        two[0] = load_some(w, n < LANES ? n : LANES);
+        two[1] = load_some(w + LANES, n < LANES ? 0 : n - LANES);
+    }
+    static inline void in_order(f32v*) {}
+};
+
+#if defined(MOEFUSE_BF16_DOT)
+template <>
+struct Columns<bf16> {
+    static inline void read(const bf16* w, ptrdiff_t ldk, bool second, int n, __m512i* two) {
+        const __mmask32 mask = n >= 32 ? ~0u : (1u << n) - 1u;
+        const __m512i a = _mm512_maskz_loadu_epi16(mask, w);
+        const __m512i b = second ? _mm512_maskz_loadu_epi16(mask, w + ldk) : _mm512_setzero_si512();
+        two[0] = _mm512_unpacklo_epi16(a, b), two[1] = _mm512_unpackhi_epi16(a, b);
+    }
+    // Interleaving works within 128 bits: four columns of the first vector, four of the second, and so on.
+    static inline void in_order(f32v* two) {
+        const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+        const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+        const __m512 a = bit_cast<__m512>(two[0]), b = bit_cast<__m512>(two[1]);
+        two[0] = bit_cast<f32v>(_mm512_permutex2var_ps(a, first, b));
+        two[1] = bit_cast<f32v>(_mm512_permutex2var_ps(a, second, b));
+    }
+};
+#endif
+
+// V vectors of columns, of which the first n columns exist; V is even.
+template <class D, int T, int V>
+static void outer_tile(const D* w, ptrdiff_t ldk, const typename Mac<D>::X* x, ptrdiff_t ldx, int k, float* c,
+                       ptrdiff_t ldc, int n) {
+    using M = Mac<D>;
+    f32v sums[T][V] = {};
+    const bool full = V > 2 || n >= V * LANES;  // only the narrowest tile is ever cut
+    auto step = [&](int i, bool second, int columns) __attribute__((always_inline)) {
+        typename M::Reg row[V];
+#pragma GCC unroll 16
+        for (int v = 0; v < V; v += 2)
+            Columns<D>::read(w + i * ldk + v * LANES, ldk, second, columns - v * LANES, row + v);
+#pragma GCC unroll 16
+        for (int t = 0; t < T; t++) {
+            const typename M::Reg value = M::repeated(x + t * ldx + i);
+#pragma GCC unroll 16
+            for (int v = 0; v < V; v++) sums[t][v] = M::add(sums[t][v], row[v], value);
+        }
+    };
+    int i = 0;
+    if (full) {
+        for (; i + M::PAIR <= k; i += M::PAIR) {
+            for (int p = 0; p < M::PAIR; p++)
+                for (size_t byte = 0; byte < V * LANES * sizeof(D); byte += 64)
+                    __builtin_prefetch(reinterpret_cast<const char*>(w + (i + p + AHEAD) * ldk) + byte, 0, 3);
+            step(i, true, V * LANES);
+        }
+        if (i < k) step(i, false, V * LANES);
+    } else {
+        for (; i + M::PAIR <= k; i += M::PAIR) step(i, true, n);
+        if (i < k) step(i, false, n);
+    }
+    for (int t = 0; t < T; t++)
+        for (int v = 0; v < V; v += 2) {
+            Columns<D>::in_order(sums[t] + v);
+            for (int j = v; j < v + 2; j++) store(c + t * ldc + j * LANES, load(c + t * ldc + j * LANES) + sums[t][j]);
+        }
+}
+
+// As many columns as tiles of V vectors cover, the rest by narrower ones.
+template <class D, int T, int V = SUMS / T / 2 * 2>
+static void outer_tokens(const D* w, ptrdiff_t ldk, int n, const typename Mac<D>::X* x, ptrdiff_t ldx, int t, int k,
+                         float* c, ptrdiff_t ldc) {
+    int column = 0;
+    for (; column + V * LANES <= n || (V == 2 && column < n); column += V * LANES)
+        for (int i = 0; i < t; i += T)
+            outer_tile<D, T, V>(w + column, ldk, x + i * ldx, ldx, k, c + i * ldc + column, ldc, n - column);
+    if constexpr (V > 2)
+        if (column < n)
+            outer_tokens<D, T, V / 4 * 2>(w + column, ldk, n - column, x, ldx, t, k, c + column, ldc);
+}
+
+// t rows of X over k values against n columns of W. x and c [..][ldc] have MOST_TOKENS - 1 rows and two vectors
+// of columns to spare: a group of tokens is filled up with rows that nobody reads.
+template <class D>
+static void outer_panel(const D* w, ptrdiff_t ldk, int n, const typename Mac<D>::X* x, ptrdiff_t ldx, int t, int k,
+                        float* c, ptrdiff_t ldc) {
+    const int groups = (t + MOST_TOKENS - 1) / MOST_TOKENS, group = (t + groups - 1) / groups;
+    if (group <= 1) return outer_tokens<D, 1>(w, ldk, n, x, ldx, t, k, c, ldc);
+    if (group <= 2) return outer_tokens<D, 2>(w, ldk, n, x, ldx, t, k, c, ldc);
+    if (group <= 3) return outer_tokens<D, 3>(w, ldk, n, x, ldx, t, k, c, ldc);
+    if (group <= 4 && MOST_TOKENS > 6) return outer_tokens<D, 4>(w, ldk, n, x, ldx, t, k, c, ldc);
+    if (group <= 6) return outer_tokens<D, 6>(w, ldk, n, x, ldx, t, k, c, ldc);
+    if constexpr (MOST_TOKENS > 6) {
+        if (group <= 8) return outer_tokens<D, 8>(w, ldk, n, x, ldx, t, k, c, ldc);
+        if (group <= 10) return outer_tokens<D, 10>(w, ldk, n, x, ldx, t, k, c, ldc);
+        return outer_tokens<D, MOST_TOKENS>(w, ldk, n, x, ldx, t, k, c, ldc);
+    }
+}
+
+}  // namespace moefuse
