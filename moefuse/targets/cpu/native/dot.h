@@ -44,10 +44,16 @@ static inline void add_lane_sums(float* c, f32v a, f32v b, f32v d, f32v e) {
 }
 #endif
 
-// `next` is what will be read after this tile: R rows with the same stride; its lines are fetched meanwhile.
+// Weights to fetch while a tile computes: the first `rows` rows at `from`, with the stride of W.
+template <class D>
+struct Fetch {
+    const D* from;
+    int rows;
+};
+
 template <class D, int R, int T>
 static void dot_tile(const D* w, ptrdiff_t ldw, const typename Mac<D>::X* x, ptrdiff_t ldx, int k, float* c,
-                     ptrdiff_t ldc, const D* next) {
+                     ptrdiff_t ldc, Fetch<D> fetch) {
     using M = Mac<D>;
     f32v sums[R][T] = {};
     const int whole = k / M::STEP * M::STEP;
@@ -57,7 +63,7 @@ static void dot_tile(const D* w, ptrdiff_t ldw, const typename Mac<D>::X* x, ptr
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
             rows[r] = M::weights(w + r * ldw + i);
-            __builtin_prefetch(next + r * ldw + i, 0, 3);
+            if (r < fetch.rows) __builtin_prefetch(fetch.from + r * ldw + i, 0, 3);
         }
 #pragma GCC unroll 8
         for (int t = 0; t < T; t++) {
@@ -87,32 +93,31 @@ static void dot_tile(const D* w, ptrdiff_t ldw, const typename Mac<D>::X* x, ptr
 
 template <class D, int R, int T = TOKENS>
 static inline void dot_tokens(int tokens, const D* w, ptrdiff_t ldw, const typename Mac<D>::X* x, ptrdiff_t ldx,
-                              int k, float* c, ptrdiff_t ldc, const D* next) {
+                              int k, float* c, ptrdiff_t ldc, Fetch<D> fetch) {
     if constexpr (T > 1) {
-        if (tokens < T) return dot_tokens<D, R, T - 1>(tokens, w, ldw, x, ldx, k, c, ldc, next);
+        if (tokens < T) return dot_tokens<D, R, T - 1>(tokens, w, ldw, x, ldx, k, c, ldc, fetch);
     }
-    dot_tile<D, R, T>(w, ldw, x, ldx, k, c, ldc, next);
+    dot_tile<D, R, T>(w, ldw, x, ldx, k, c, ldc, fetch);
 }
 
-// n rows of W against t rows of X over k values; c [t][ldc] is added to. `next` as above.
+// n rows of W against t rows of X over k values; c [t][ldc] is added to. `next` is what will be read afterwards:
+// the rows to come are fetched evenly over the token groups, so that memory and arithmetic overlap.
 template <class D>
 static void dot_panel(const D* w, ptrdiff_t ldw, int n, const typename Mac<D>::X* x, ptrdiff_t ldx, int t, int k,
                       float* c, ptrdiff_t ldc, const D* next) {
     const int groups = (t + TOKENS - 1) / TOKENS, group = (t + groups - 1) / groups;
-    for (int row = 0; row < n; row += ROWS) {
-        const D* own = w + row * ldw;
-        const D* after = row + ROWS < n ? own + ROWS * ldw : next;
-        if (row + ROWS <= n) {
-            for (int i = 0; i < t; i += group)
-                dot_tokens<D, ROWS>(t - i < group ? t - i : group, own, ldw, x + i * ldx, ldx, k, c + i * ldc + row,
-                                    ldc, after);
-            continue;
+    for (int row = 0; row + ROWS <= n; row += ROWS) {
+        const D* after = row + ROWS < n ? w + (row + ROWS) * ldw : next;
+        for (int i = 0, g = 0; i < t; i += group, g++) {
+            const int from = g * ROWS / groups, to = (g + 1) * ROWS / groups;
+            dot_tokens<D, ROWS>(t - i < group ? t - i : group, w + row * ldw, ldw, x + i * ldx, ldx, k,
+                                c + i * ldc + row, ldc, {after + from * ldw, to - from});
         }
-        for (int r = row; r < n; r++)
-            for (int i = 0; i < t; i += group)
-                dot_tokens<D, 1>(t - i < group ? t - i : group, w + r * ldw, ldw, x + i * ldx, ldx, k,
-                                 c + i * ldc + r, ldc, next);
     }
+    for (int row = n / ROWS * ROWS; row < n; row++)
+        for (int i = 0; i < t; i += group)
+            dot_tokens<D, 1>(t - i < group ? t - i : group, w + row * ldw, ldw, x + i * ldx, ldx, k, c + i * ldc + row,
+                             ldc, {next, 0});
 }
 
 }  // namespace moefuse

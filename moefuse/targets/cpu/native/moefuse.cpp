@@ -16,7 +16,7 @@
 
 namespace moefuse {
 
-constexpr int64_t SPARE_ROWS = MOST_TOKENS;  // what outer_panel may touch beyond the token rows
+constexpr int64_t SPARE_ROWS = std::max(MOST_TOKENS, WIDE);  // what the GEMMs may touch beyond the token rows
 
 template <class D>
 class Run {
@@ -35,12 +35,13 @@ class Run {
           hidden_stride_(round_up(layer.inner, 32) + 32),
           rows_stride_(round_up(layer.outputs, 32) + 32),
           x_stride_(round_up(std::max(layer.hidden, layer.inner), 32) + 32),
-          chunk_(std::min<int64_t>(dots_[0] && dots_[1] ? 240 : 96, longest())),
+          chunk_(std::min<int64_t>(TURNED, longest())),
           x_bytes_(round_up((chunk_ + SPARE_ROWS) * x_stride_ * sizeof(X), 64)),
+          packed_bytes_(PACKS<D> && packed_tokens(int(chunk_), false) ? x_bytes_ : 0),
           sums_bytes_(round_up((chunk_ + SPARE_ROWS) * SUMS_STRIDE * sizeof(float), 64)),
           row_bytes_(round_up(hidden_stride_ * rows_ * sizeof(D), 64)),
           workspace_(row_bytes_ + round_up(rows_stride_ * rows_ * sizeof(D), 64) +
-                     threads * (x_bytes_ + 2 * sums_bytes_ + ROW_BYTES)) {}
+                     threads * scratch_bytes()) {}
 
     void thread(int thread, int threads) {
         first_.work(thread, [&](const Task& task, const Task* next) { first_gemm(task, next, thread); });
@@ -56,6 +57,8 @@ class Run {
 
    private:
     static constexpr int64_t SUMS_STRIDE = OUTER_WIDTH + 3 * LANES;  // no power of two, two vectors to spare
+    static constexpr int64_t TURNED_BYTES = round_up(PANEL * TURNED_STRIDE * sizeof(float), 64);
+    static constexpr int64_t PANEL_BYTES = PANEL_K * PANEL_STRIDE * sizeof(uint32_t);
     static constexpr int64_t ROW_BYTES = round_up(3 * SUMS_STRIDE * sizeof(float), 64);
 
     bool gated() const { return layer_.gate_up != NONE; }
@@ -73,13 +76,22 @@ class Run {
 
     char* scratch(int thread) const {
         return workspace_.data() + row_bytes_ + round_up(rows_stride_ * rows_ * sizeof(D), 64) +
-               thread * (x_bytes_ + 2 * sums_bytes_ + ROW_BYTES);
+               thread * scratch_bytes();
     }
-    X* x_of(int thread) const { return reinterpret_cast<X*>(scratch(thread)); }
+    int64_t scratch_bytes() const {
+        return x_bytes_ + packed_bytes_ + 2 * sums_bytes_ + ROW_BYTES + TURNED_BYTES + PANEL_BYTES;
+    }
+    // `count` token rows of a thread, to be filled.
+    Tokens<D> tokens_of(int thread, int count) const {
+        char* from = scratch(thread);
+        return {reinterpret_cast<X*>(from), x_stride_, reinterpret_cast<X*>(from + x_bytes_), count, 0,
+                reinterpret_cast<float*>(from + scratch_bytes() - TURNED_BYTES - PANEL_BYTES),
+                reinterpret_cast<uint32_t*>(from + scratch_bytes() - PANEL_BYTES)};
+    }
     float* sums_of(int thread, int part) const {
-        return reinterpret_cast<float*>(scratch(thread) + x_bytes_ + part * sums_bytes_);
+        return reinterpret_cast<float*>(scratch(thread) + x_bytes_ + packed_bytes_ + part * sums_bytes_);
     }
-    float* row_of(int thread) const { return reinterpret_cast<float*>(scratch(thread) + x_bytes_ + 2 * sums_bytes_); }
+    float* row_of(int thread) const { return sums_of(thread, 2); }
     D* hidden(int64_t row) const { return reinterpret_cast<D*>(workspace_.data()) + row * hidden_stride_; }
     D* result(int64_t row) const { return reinterpret_cast<D*>(workspace_.data() + row_bytes_) + row * rows_stride_; }
     float weight_of(int64_t row) const { return scalar(layer_.topk_weights, routing_.slots[row], layer_.weights_type); }
@@ -108,19 +120,20 @@ class Run {
         const int64_t end = routing_.first[task.expert + 1];
         for (int64_t row = routing_.first[task.expert]; row < end; row += chunk_) {
             const int t = int(std::min(chunk_, end - row));
-            X* x = x_of(thread);
+            Tokens<D> tokens = tokens_of(thread, t);
             for (int i = 0; i < t; i++) {
                 const float scale = layer_.position == INPUT ? weight_of(row + i) : 1.f;
                 const D* token = static_cast<const D*>(layer_.x) + routing_.slots[row + i] / layer_.top_k * layer_.x_stride;
-                gather(x + i * x_stride_, token, layer_.hidden, layer_.position == INPUT ? &scale : nullptr);
+                gather(tokens.rows + i * x_stride_, token, layer_.hidden, layer_.position == INPUT ? &scale : nullptr);
             }
+            tokens.pack_rows(layer_.hidden, dots_[0]);
             for (int n = task.begin; n < task.end; n += width_[0]) {
                 const int own = std::min(width_[0], task.end - n), columns = joined() ? 2 * own : own;
                 for (int part = 0; part < parts; part++) {
                     const D* then = part + 1 < parts         ? views[1].from(n).w
                                     : n + width_[0] < task.end ? views[0].from(n + width_[0]).w
                                                                : after;
-                    multiply(views[part].from(joined() ? 2 * n : n), columns, x, x_stride_, t, layer_.hidden,
+                    multiply(views[part].from(joined() ? 2 * n : n), columns, tokens, layer_.hidden,
                              sums_of(thread, part), SUMS_STRIDE, then);
                 }
                 for (int i = 0; i < t; i++) activate_row(row + i, i, n, own, thread);
@@ -148,10 +161,12 @@ class Run {
         const int64_t end = routing_.first[task.expert + 1];
         for (int64_t row = routing_.first[task.expert]; row < end; row += chunk_) {
             const int t = int(std::min(chunk_, end - row));
-            for (int i = 0; i < t; i++) gather(x_of(thread) + i * x_stride_, hidden(row + i), layer_.inner, nullptr);
+            Tokens<D> tokens = tokens_of(thread, t);
+            for (int i = 0; i < t; i++) gather(tokens.rows + i * x_stride_, hidden(row + i), layer_.inner, nullptr);
+            tokens.pack_rows(layer_.inner, dots_[1]);
             for (int n = task.begin; n < task.end; n += width_[1]) {
                 const int own = std::min(width_[1], task.end - n);
-                multiply(all.from(n), own, x_of(thread), x_stride_, t, layer_.inner, sums_of(thread, 0), SUMS_STRIDE,
+                multiply(all.from(n), own, tokens, layer_.inner, sums_of(thread, 0), SUMS_STRIDE,
                          n + width_[1] < task.end ? all.from(n + width_[1]).w : after);
                 const bool scales = layer_.position == OUTPUT && layer_.round_products;
                 for (int i = 0; i < t; i++)
@@ -192,21 +207,21 @@ class Run {
 
     template <class Out>
     void combine(int thread, int threads) {
-        constexpr int64_t BLOCK = 256;
+        constexpr int64_t BLOCK = 512;
         const int64_t blocks = (layer_.outputs + BLOCK - 1) / BLOCK, all = layer_.tokens * blocks;
         const bool weighs = layer_.position == OUTPUT && !layer_.round_products;
+        std::vector<float> weights(layer_.top_k, 1.f);
         for (int64_t i = all * thread / threads; i < all * (thread + 1) / threads; i++) {
             const int64_t token = i / blocks, begin = i % blocks * BLOCK, end = std::min(layer_.outputs, begin + BLOCK);
             const int32_t* rows = routing_.position.data() + token * layer_.top_k;
+            for (int64_t j = 0; weighs && j < layer_.top_k; j++)
+                weights[j] = scalar(layer_.topk_weights, token * layer_.top_k + j, layer_.weights_type);
             Out* y = static_cast<Out*>(layer_.y) + token * layer_.outputs;
             for (int64_t n = begin; n < end; n += LANES) {
                 f32v sum = {};
                 for (int64_t j = 0; j < layer_.top_k; j++) {
-                    if (rows[j] < 0) continue;
                     // reads into the padding of the row where fewer than LANES values are left
-                    const f32v value = load(result(rows[j]) + n);
-                    sum += weighs ? value * scalar(layer_.topk_weights, token * layer_.top_k + j, layer_.weights_type)
-                                  : value;
+                    if (rows[j] >= 0) sum += load(result(rows[j]) + n) * weights[j];
                 }
                 if (n + LANES <= end)
                     store(y + n, sum);
@@ -222,7 +237,7 @@ class Run {
     const int width_[2];
     Tasks first_, second_;
     const int64_t rows_, hidden_stride_, rows_stride_, x_stride_, chunk_;
-    const int64_t x_bytes_, sums_bytes_, row_bytes_;
+    const int64_t x_bytes_, packed_bytes_, sums_bytes_, row_bytes_;
     const Workspace workspace_;
 };
 

@@ -5,6 +5,8 @@
 // repeated over the lanes. bf16 dot products take two k at once: two rows of W are interleaved in registers.
 #pragma once
 
+#include <type_traits>
+
 #include "mac.h"
 
 namespace moefuse {
@@ -16,7 +18,7 @@ constexpr int MOST_TOKENS = 12;
 constexpr int SUMS = 12;
 constexpr int MOST_TOKENS = 6;
 #endif
-constexpr ptrdiff_t AHEAD = 12;  // rows of W to fetch ahead
+constexpr ptrdiff_t LINES_AHEAD = 144;  // of W, to be fetched while a tile computes
 
 // Two vectors of columns out of the rows at w (and w + ldk where the type pairs k; a missing second row is zero).
 template <class D>
@@ -58,6 +60,7 @@ static void outer_tile(const D* w, ptrdiff_t ldk, const typename Mac<D>::X* x, p
                        ptrdiff_t ldc, int n) {
     using M = Mac<D>;
     f32v sums[T][V] = {};
+    constexpr ptrdiff_t ahead = LINES_AHEAD * 64 / (V * LANES * sizeof(D));
     const bool full = V > 2 || n >= V * LANES;  // only the narrowest tile is ever cut
     auto step = [&](int i, bool second, int columns) __attribute__((always_inline)) {
         typename M::Reg row[V];
@@ -76,7 +79,7 @@ static void outer_tile(const D* w, ptrdiff_t ldk, const typename Mac<D>::X* x, p
         for (; i + M::PAIR <= k; i += M::PAIR) {
             for (int p = 0; p < M::PAIR; p++)
                 for (size_t byte = 0; byte < V * LANES * sizeof(D); byte += 64)
-                    __builtin_prefetch(reinterpret_cast<const char*>(w + (i + p + AHEAD) * ldk) + byte, 0, 3);
+                    __builtin_prefetch(reinterpret_cast<const char*>(w + (i + p + ahead) * ldk) + byte, 0, 3);
             step(i, true, V * LANES);
         }
         if (i < k) step(i, false, V * LANES);
@@ -110,15 +113,17 @@ template <class D>
 static void outer_panel(const D* w, ptrdiff_t ldk, int n, const typename Mac<D>::X* x, ptrdiff_t ldx, int t, int k,
                         float* c, ptrdiff_t ldc) {
     const int groups = (t + MOST_TOKENS - 1) / MOST_TOKENS, group = (t + groups - 1) / groups;
-    if (group <= 1) return outer_tokens<D, 1>(w, ldk, n, x, ldx, t, k, c, ldc);
-    if (group <= 2) return outer_tokens<D, 2>(w, ldk, n, x, ldx, t, k, c, ldc);
-    if (group <= 3) return outer_tokens<D, 3>(w, ldk, n, x, ldx, t, k, c, ldc);
-    if (group <= 4 && MOST_TOKENS > 6) return outer_tokens<D, 4>(w, ldk, n, x, ldx, t, k, c, ldc);
-    if (group <= 6) return outer_tokens<D, 6>(w, ldk, n, x, ldx, t, k, c, ldc);
+    const auto tokens = [&](auto count) {
+        outer_tokens<D, decltype(count)::value>(w, ldk, n, x, ldx, t, k, c, ldc);
+    };
+    if (group <= 1) return tokens(std::integral_constant<int, 1>{});
+    if (group <= 2) return tokens(std::integral_constant<int, 2>{});
+    if (group <= 4) return tokens(std::integral_constant<int, 4>{});
+    if (group <= 6) return tokens(std::integral_constant<int, 6>{});
     if constexpr (MOST_TOKENS > 6) {
-        if (group <= 8) return outer_tokens<D, 8>(w, ldk, n, x, ldx, t, k, c, ldc);
-        if (group <= 10) return outer_tokens<D, 10>(w, ldk, n, x, ldx, t, k, c, ldc);
-        return outer_tokens<D, MOST_TOKENS>(w, ldk, n, x, ldx, t, k, c, ldc);
+        if (group <= 8) return tokens(std::integral_constant<int, 8>{});
+        if (group <= 10) return tokens(std::integral_constant<int, 10>{});
+        return tokens(std::integral_constant<int, MOST_TOKENS>{});
     }
 }
 
