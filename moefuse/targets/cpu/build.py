@@ -13,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -23,7 +24,8 @@ from moefuse.targets.cpu.isa import Isa
 SOURCES = Path(__file__).parent / "native"
 CACHE_VARIABLE = "MOEFUSE_CACHE_DIR"
 # -fno-math-errno and no trapping: nothing reads either. Not -ffast-math: NaN and infinity must stay what they are.
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-w")
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-w")
+TYPES = ("float", "bf16", "f16")
 _TIMEOUT = 300
 
 
@@ -61,19 +63,29 @@ def cache_dir() -> Path:
     named = os.environ.get(CACHE_VARIABLE)
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
-    places = [Path(named)] if named else [Path(home) / "moefuse", Path(tempfile.gettempdir()) / f"moefuse-{user}"]
+    places = (
+        [Path(named)] if named else [Path(home) / "moefuse", Path(tempfile.gettempdir()) / f"moefuse-{user}"]
+    )
     for place in places:
         with contextlib.suppress(OSError):
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
             owned = not hasattr(os, "getuid") or place.stat().st_uid == os.getuid()
             if owned and os.access(place, os.W_OK):
                 return place
-    raise BuildError(f"no folder for built kernels: tried {', '.join(map(str, places))}; set {CACHE_VARIABLE}")
+    raise BuildError(
+        f"no folder for built kernels: tried {', '.join(map(str, places))}; set {CACHE_VARIABLE}"
+    )
 
 
 def _key(isa: Isa, compiler: str) -> str:
     status = os.stat(compiler)
-    parts = [torch.__version__, *FLAGS, *isa.flags, os.path.realpath(compiler), f"{status.st_size} {status.st_mtime_ns}"]
+    parts = [
+        torch.__version__,
+        *FLAGS,
+        *isa.flags,
+        os.path.realpath(compiler),
+        f"{status.st_size} {status.st_mtime_ns}",
+    ]
     digest = hashlib.sha256("\n".join(parts).encode())
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
@@ -83,21 +95,33 @@ def _key(isa: Isa, compiler: str) -> str:
 def _build(isa: Isa, compiler: str, path: Path) -> None:
     start = time.perf_counter()
     print(f"moefuse: building the CPU kernel for {isa.name}, once ...", file=sys.stderr, flush=True)
-    handle, name = tempfile.mkstemp(suffix=".so", dir=path.parent)
-    os.close(handle)
-    try:
-        command = [compiler, *FLAGS, *isa.flags, str(SOURCES / "moefuse.cpp"), "-o", name]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT)
-        if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-            raise BuildError(f"{compiler} failed: {lines[0] if lines else f'exit status {done.returncode}'}")
-        os.replace(name, path)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise BuildError(f"{compiler} failed: {error}") from None
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        compile_into(Path(folder) / path.name, compiler, (*FLAGS, *isa.flags))
+        os.replace(Path(folder) / path.name, path)
     print(f"moefuse: built in {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+
+
+def compile_into(library: Path, compiler: str, flags: Sequence[str]) -> None:
+    """Compile the sources, one process per dtype side by side, and link them. Raises BuildError."""
+    units = [(library.with_name(f"{name}.o"), "run.cpp", f"-DMOEFUSE_TYPE={name}") for name in TYPES]
+    units.append((library.with_name("moefuse.o"), "moefuse.cpp", "-DMOEFUSE_TYPE=float"))
+    with ThreadPoolExecutor(len(units)) as pool:
+        list(
+            pool.map(
+                lambda u: _call([compiler, *flags, "-c", str(SOURCES / u[1]), u[2], "-o", str(u[0])]), units
+            )
+        )
+    _call([compiler, *flags, "-shared", *(str(unit[0]) for unit in units), "-o", str(library)])
+
+
+def _call(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIMEOUT)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BuildError(f"{command[0]} failed: {error}") from None
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+        raise BuildError(f"{command[0]} failed: {lines[0] if lines else f'exit status {done.returncode}'}")
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moefuse.ops import activations
 from moefuse.ops.options import Options
-from moefuse.targets.cpu import build, isa
+from moefuse.targets.cpu import build, huge_pages, isa
 
 # Each tuple is in the order of an enumeration in native/.
 KINDS = (
@@ -90,35 +90,50 @@ def supports(
     options: Options,
 ) -> str:
     """Why the C++ kernel can't take this call, "" when it can. Arguments as `Target.run` gets them."""
+    return (
+        _options(x.dtype, options)
+        or ("" if topk_ids.numel() <= _MOST_SLOTS else f"more than {_MOST_SLOTS} slots")
+        or _placement((x, topk_ids, topk_weights, *weight1, *weight2, *bias1, *bias2))
+        or _layout("weight1", weight1, options.transpose_weight1)
+        or _layout("weight2", weight2, options.transpose_weight2)
+        or _same_strides("bias1", bias1)
+        or _same_strides("bias2", bias2)
+    )
+
+
+def _options(dtype: torch.dtype, options: Options) -> str:
     if options.activation == activations.CUSTOM:
         return "custom activation programs run in torch operators"
-    if x.dtype not in _COMPUTED:
-        return f"{x.dtype} is computed by torch operators"
-    if options.activation_dtype not in (None, x.dtype, torch.float32):
+    if dtype not in _COMPUTED:
+        return f"{dtype} is computed by torch operators"
+    if options.activation_dtype not in (None, dtype, torch.float32):
         return f"the activation runs in {options.activation_dtype}"
-    if options.product_dtype not in (None, x.dtype, torch.float32):
+    if options.product_dtype not in (None, dtype, torch.float32):
         return f"products are rounded to {options.product_dtype}"
     if options.output_dtype is not None and options.output_dtype not in _COMPUTED:
         return f"the output is {options.output_dtype}"
-    if topk_ids.numel() > _MOST_SLOTS:
-        return f"more than {_MOST_SLOTS} slots"
-    for tensor in (x, topk_ids, topk_weights, *weight1, *weight2, *bias1, *bias2):
-        if not tensor.is_cpu or tensor.layout != torch.strided:
-            return f"a tensor is {tensor.layout} on {tensor.device}"
-    for name, weights, transposed in (
-        ("weight1", weight1, options.transpose_weight1),
-        ("weight2", weight2, options.transpose_weight2),
-    ):
-        if 1 not in _strides(weights[0], transposed):
-            return f"{name} has strides {weights[0].stride()}; one of the last two must be 1"
-        if any(weight.stride() != weights[0].stride() for weight in weights):
-            return f"{name}: the tensors have different strides"
-    if any(bias.stride() != biases[0].stride() for biases in (bias1, bias2) for bias in biases):
-        return "the biases have different strides"
     for name, default in _OTHERS.items():
         if getattr(options, name) != default:
             return f"{name}={getattr(options, name)!r} is computed by torch operators"
     return ""
+
+
+def _placement(tensors: Sequence[Tensor]) -> str:
+    for tensor in tensors:
+        if not tensor.is_cpu or tensor.layout != torch.strided:
+            return f"a tensor is {tensor.layout} on {tensor.device}"
+    return ""
+
+
+def _layout(name: str, weights: Sequence[Tensor], transposed: bool) -> str:
+    if 1 not in _strides(weights[0], transposed):
+        return f"{name} has strides {weights[0].stride()}; one of the last two must be 1"
+    return _same_strides(name, weights)
+
+
+def _same_strides(name: str, tensors: Sequence[Tensor]) -> str:
+    same = all(tensor.stride() == tensors[0].stride() for tensor in tensors)
+    return "" if same else f"{name}: the tensors have different strides"
 
 
 def run(
@@ -137,6 +152,8 @@ def run(
     experts, outputs = options.num_experts, weight2[0].shape[-2 if options.transpose_weight2 else -1]
     inner = weight2[0].shape[-1 if options.transpose_weight2 else -2]
     dtype = options.output_dtype or x.dtype
+    huge_pages.use_for(weight1)
+    huge_pages.use_for(weight2)
     y, nums = x.new_empty((tokens, outputs), dtype=dtype), x.new_empty((experts,), dtype=torch.int32)
     if x.stride(1) != 1 and hidden > 1:
         x = x.contiguous()

@@ -46,4 +46,14 @@ struct Layer {
     int64_t threads;
 };
 
+// Computes the layer. Throws std::bad_alloc.
+template <class D>
+void run(const Layer& layer);
+template <>
+void run<float>(const Layer& layer);
+template <>
+void run<bf16>(const Layer& layer);
+template <>
+void run<f16>(const Layer& layer);
+
 }  // namespace moefuse

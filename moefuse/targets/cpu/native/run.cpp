@@ -1,0 +1,253 @@
+// One MoE layer on the CPU: the order of the work. Compiled once per dtype, -DMOEFUSE_TYPE=float, bf16 or f16.
+//
+// In: a `Layer`. Out: y and the slots per expert. Slots are sorted by expert; the first GEMM and the activation give
+// hidden rows, the second GEMM gives expert rows (both in the layer's dtype), and each token's rows are summed in
+// float32 in the order of its slots. Three phases with a barrier between them, threads of the OpenMP runtime that
+// torch has loaded.
+#include <omp.h>
+
+#include <algorithm>
+
+#include "activation.h"
+#include "gemm.h"
+#include "layer.h"
+#include "route.h"
+#include "workspace.h"
+
+namespace moefuse {
+
+constexpr int64_t SPARE_ROWS = std::max(MOST_TOKENS, WIDE);  // what the GEMMs may touch beyond the token rows
+
+template <class D>
+class Run {
+    using X = typename Mac<D>::X;
+
+   public:
+    explicit Run(const Layer& layer, int threads)
+        : layer_(layer),
+          routing_(layer),
+          dots_{layer.weight1[0].stride_k == 1, layer.weight2.stride_k == 1},
+          width_{dots_[0] ? DOT_WIDTH : joined() ? OUTER_WIDTH / 2 : OUTER_WIDTH, dots_[1] ? DOT_WIDTH : OUTER_WIDTH},
+          first_(routing_, layer.experts, layer.inner, width_[0], threads),
+          second_(routing_, layer.experts, layer.outputs, width_[1], threads),
+          rows_(int64_t(routing_.slots.size())),
+          // 64 bytes to spare: strides that are a power of two would fall on the same cache lines
+          hidden_stride_(round_up(layer.inner, 32) + 32),
+          rows_stride_(round_up(layer.outputs, 32) + 32),
+          x_stride_(round_up(std::max(layer.hidden, layer.inner), 32) + 32),
+          chunk_(std::min<int64_t>(TURNED, longest())),
+          x_bytes_(round_up((chunk_ + SPARE_ROWS) * x_stride_ * sizeof(X), 64)),
+          packed_bytes_(PACKS<D> && packed_tokens(int(chunk_), false) ? x_bytes_ : 0),
+          sums_bytes_(round_up((chunk_ + SPARE_ROWS) * SUMS_STRIDE * sizeof(float), 64)),
+          row_bytes_(round_up(hidden_stride_ * rows_ * sizeof(D), 64)),
+          workspace_(row_bytes_ + round_up(rows_stride_ * rows_ * sizeof(D), 64) +
+                     threads * scratch_bytes()) {}
+
+    void thread(int thread, int threads) {
+        first_.work(thread, [&](const Task& task, const Task* next) { first_gemm(task, next, thread); });
+#pragma omp barrier
+        second_.work(thread, [&](const Task& task, const Task* next) { second_gemm(task, next, thread); });
+#pragma omp barrier
+        switch (layer_.out_type) {
+            case FLOAT32: return combine<float>(thread, threads);
+            case BFLOAT16: return combine<bf16>(thread, threads);
+            default: return combine<f16>(thread, threads);
+        }
+    }
+
+   private:
+    static constexpr int64_t SUMS_STRIDE = OUTER_WIDTH + 3 * LANES;  // no power of two, two vectors to spare
+    static constexpr int64_t TURNED_BYTES = round_up(PANEL * TURNED_STRIDE * sizeof(float), 64);
+    static constexpr int64_t PANEL_BYTES = PANEL_K * PANEL_STRIDE * sizeof(uint32_t);
+    static constexpr int64_t ROW_BYTES = round_up(3 * SUMS_STRIDE * sizeof(float), 64);
+
+    bool gated() const { return layer_.gate_up != NONE; }
+    // Gate and up columns alternate within each row of the weight: computed as one panel, taken apart afterwards.
+    bool joined() const {
+        return !dots_[0] && (layer_.gate_up == INTERLEAVED || layer_.gate_up == INTERLEAVED_SWAPPED);
+    }
+    bool swapped() const { return layer_.gate_up == CONCAT_SWAPPED || layer_.gate_up == INTERLEAVED_SWAPPED; }
+    int64_t longest() const {
+        int64_t most = 1;
+        for (int64_t e = 0; e < layer_.experts; e++)
+            most = std::max<int64_t>(most, routing_.first[e + 1] - routing_.first[e]);
+        return most;
+    }
+
+    char* scratch(int thread) const {
+        return workspace_.data() + row_bytes_ + round_up(rows_stride_ * rows_ * sizeof(D), 64) +
+               thread * scratch_bytes();
+    }
+    int64_t scratch_bytes() const {
+        return x_bytes_ + packed_bytes_ + 2 * sums_bytes_ + ROW_BYTES + TURNED_BYTES + PANEL_BYTES;
+    }
+    // `count` token rows of a thread, to be filled.
+    Tokens<D> tokens_of(int thread, int count) const {
+        char* from = scratch(thread);
+        return {reinterpret_cast<X*>(from), x_stride_, reinterpret_cast<X*>(from + x_bytes_), count, 0,
+                reinterpret_cast<float*>(from + scratch_bytes() - TURNED_BYTES - PANEL_BYTES),
+                reinterpret_cast<uint32_t*>(from + scratch_bytes() - PANEL_BYTES)};
+    }
+    float* sums_of(int thread, int part) const {
+        return reinterpret_cast<float*>(scratch(thread) + x_bytes_ + packed_bytes_ + part * sums_bytes_);
+    }
+    float* row_of(int thread) const { return sums_of(thread, 2); }
+    D* hidden(int64_t row) const { return reinterpret_cast<D*>(workspace_.data()) + row * hidden_stride_; }
+    D* result(int64_t row) const { return reinterpret_cast<D*>(workspace_.data() + row_bytes_) + row * rows_stride_; }
+    float weight_of(int64_t row) const { return scalar(layer_.topk_weights, routing_.slots[row], layer_.weights_type); }
+
+    static View<D> view(const Tensors& weight, const Tensors& bias, int64_t expert) {
+        return {weight.of<D>(expert), weight.stride_n, weight.stride_k,
+                bias.present() ? bias.of<D>(expert) : nullptr, bias.stride_n};
+    }
+
+    // part 0 is the gate (or the only part), part 1 the up part.
+    View<D> first_view(int64_t expert, int part) const {
+        const bool separate = layer_.gate_up == SEPARATE;
+        View<D> all = view(layer_.weight1[separate ? part : 0], layer_.bias1[separate ? part : 0], expert);
+        if (!gated() || separate || joined()) return all;
+        const bool second = (part == 1) != swapped();
+        if (layer_.gate_up == CONCAT || layer_.gate_up == CONCAT_SWAPPED) return all.from(second ? layer_.inner : 0);
+        all = all.from(second ? 1 : 0);
+        all.stride_n *= 2, all.stride_bias *= 2;
+        return all;
+    }
+
+    void first_gemm(const Task& task, const Task* next, int thread) {
+        const int parts = gated() && !joined() ? 2 : 1;
+        const View<D> views[2] = {first_view(task.expert, 0), first_view(task.expert, parts - 1)};
+        const D* after = next ? first_view(next->expert, 0).from(next->begin).w : views[0].w;
+        const int64_t end = routing_.first[task.expert + 1];
+        for (int64_t row = routing_.first[task.expert]; row < end; row += chunk_) {
+            const int t = int(std::min(chunk_, end - row));
+            Tokens<D> tokens = tokens_of(thread, t);
+            for (int i = 0; i < t; i++) {
+                const float scale = layer_.position == INPUT ? weight_of(row + i) : 1.f;
+                const D* token = static_cast<const D*>(layer_.x) + routing_.slots[row + i] / layer_.top_k * layer_.x_stride;
+                gather(tokens.rows + i * x_stride_, token, layer_.hidden, layer_.position == INPUT ? &scale : nullptr);
+            }
+            tokens.pack_rows(layer_.hidden, dots_[0]);
+            for (int n = task.begin; n < task.end; n += width_[0]) {
+                const int own = std::min(width_[0], task.end - n), columns = joined() ? 2 * own : own;
+                for (int part = 0; part < parts; part++) {
+                    const D* then = part + 1 < parts         ? views[1].from(n).w
+                                    : n + width_[0] < task.end ? views[0].from(n + width_[0]).w
+                                                               : after;
+                    multiply(views[part].from(joined() ? 2 * n : n), columns, tokens, layer_.hidden,
+                             sums_of(thread, part), SUMS_STRIDE, then);
+                }
+                for (int i = 0; i < t; i++) activate_row(row + i, i, n, own, thread);
+            }
+        }
+    }
+
+    void activate_row(int64_t row, int i, int n, int own, int thread) {
+        const float* gate = sums_of(thread, 0) + i * SUMS_STRIDE;
+        const float* up = sums_of(thread, gated() ? 1 : 0) + i * SUMS_STRIDE;
+        float* out = row_of(thread);
+        if (joined()) {
+            float *first = out + SUMS_STRIDE, *second = first + SUMS_STRIDE;
+            for (int j = 0; j < own; j++) first[j] = gate[2 * j], second[j] = gate[2 * j + 1];
+            gate = swapped() ? second : first, up = swapped() ? first : second;
+        }
+        activate(layer_.activation, layer_.params, gate, up, out, own);
+        const bool scales = layer_.position == MID;
+        store_row(hidden(row) + n, out, own, scales ? weight_of(row) : 1.f, scales);
+    }
+
+    void second_gemm(const Task& task, const Task* next, int thread) {
+        const View<D> all = view(layer_.weight2, layer_.bias2, task.expert);
+        const D* after = next ? view(layer_.weight2, layer_.bias2, next->expert).from(next->begin).w : all.w;
+        const int64_t end = routing_.first[task.expert + 1];
+        for (int64_t row = routing_.first[task.expert]; row < end; row += chunk_) {
+            const int t = int(std::min(chunk_, end - row));
+            Tokens<D> tokens = tokens_of(thread, t);
+            for (int i = 0; i < t; i++) gather(tokens.rows + i * x_stride_, hidden(row + i), layer_.inner, nullptr);
+            tokens.pack_rows(layer_.inner, dots_[1]);
+            for (int n = task.begin; n < task.end; n += width_[1]) {
+                const int own = std::min(width_[1], task.end - n);
+                multiply(all.from(n), own, tokens, layer_.inner, sums_of(thread, 0), SUMS_STRIDE,
+                         n + width_[1] < task.end ? all.from(n + width_[1]).w : after);
+                const bool scales = layer_.position == OUTPUT && layer_.round_products;
+                for (int i = 0; i < t; i++)
+                    store_row(result(row + i) + n, sums_of(thread, 0) + i * SUMS_STRIDE, own,
+                              scales ? weight_of(row + i) : 1.f, scales);
+            }
+        }
+    }
+
+    // A row in the GEMM's own type, zero-padded to whole steps; scaled ones are rounded to the layer's dtype first.
+    static void gather(X* to, const D* from, int64_t k, const float* scale) {
+        const int64_t padded = round_up(k, 32);
+        if constexpr (sizeof(X) == sizeof(D)) {
+            if (!scale) {
+                std::memcpy(to, from, k * sizeof(D));
+                std::memset(static_cast<void*>(to + k), 0, (padded - k) * sizeof(X));
+                return;
+            }
+        }
+        for (int64_t i = 0; i < padded; i += LANES) {
+            f32v value = i + LANES <= k ? load(from + i) : load_some(from + i, int(k - i));
+            if (scale) value = rounded<D>(value * *scale);
+            store(to + i, value);
+        }
+    }
+
+    // Rounded to the layer's dtype; then, if asked for, scaled and rounded again.
+    static void store_row(D* to, const float* from, int n, float scale, bool scales) {
+        for (int i = 0; i < n; i += LANES) {
+            f32v value = load(from + i);
+            if (scales) value = rounded<D>(value) * scale;
+            if (i + LANES <= n)
+                store(to + i, value);
+            else
+                store_some(to + i, value, n - i);
+        }
+    }
+
+    template <class Out>
+    void combine(int thread, int threads) {
+        constexpr int64_t BLOCK = 512;
+        const int64_t blocks = (layer_.outputs + BLOCK - 1) / BLOCK, all = layer_.tokens * blocks;
+        const bool weighs = layer_.position == OUTPUT && !layer_.round_products;
+        std::vector<float> weights(layer_.top_k, 1.f);
+        for (int64_t i = all * thread / threads; i < all * (thread + 1) / threads; i++) {
+            const int64_t token = i / blocks, begin = i % blocks * BLOCK, end = std::min(layer_.outputs, begin + BLOCK);
+            const int32_t* rows = routing_.position.data() + token * layer_.top_k;
+            for (int64_t j = 0; weighs && j < layer_.top_k; j++)
+                weights[j] = scalar(layer_.topk_weights, token * layer_.top_k + j, layer_.weights_type);
+            Out* y = static_cast<Out*>(layer_.y) + token * layer_.outputs;
+            for (int64_t n = begin; n < end; n += LANES) {
+                f32v sum = {};
+                for (int64_t j = 0; j < layer_.top_k; j++) {
+                    // reads into the padding of the row where fewer than LANES values are left
+                    if (rows[j] >= 0) sum += load(result(rows[j]) + n) * weights[j];
+                }
+                if (n + LANES <= end)
+                    store(y + n, sum);
+                else
+                    store_some(y + n, sum, int(end - n));
+            }
+        }
+    }
+
+    const Layer& layer_;
+    const Routing routing_;
+    const bool dots_[2];
+    const int width_[2];
+    Tasks first_, second_;
+    const int64_t rows_, hidden_stride_, rows_stride_, x_stride_, chunk_;
+    const int64_t x_bytes_, packed_bytes_, sums_bytes_, row_bytes_;
+    const Workspace workspace_;
+};
+
+template <>
+void run<MOEFUSE_TYPE>(const Layer& layer) {
+    const int threads = int(layer.threads);
+    Run<MOEFUSE_TYPE> run(layer, threads);
+#pragma omp parallel num_threads(threads)
+    // fewer threads than asked for do the work of all
+    run.thread(omp_get_thread_num(), omp_get_num_threads());
+}
+
+}  // namespace moefuse
