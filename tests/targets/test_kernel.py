@@ -1,0 +1,268 @@
+"""The C++ kernel: as exact as torch on every instruction set, the same bits for any number of threads, clear limits."""
+
+import ctypes
+import re
+import subprocess
+import sys
+import threading
+import warnings
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+
+from moefuse import targets
+from moefuse.ops.options import Options
+from moefuse.targets.cpu import build, huge_pages, isa, kernel, torch_kernel
+from tests.ops.moe_loop import Layer, layers, make_layer
+
+ISAS = [each.name for each in isa.available()]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# What each takes part in: every form of the GEMM, full and cut tiles, blocks of k, of tokens and of features.
+SHAPES = [
+    {"tokens": 1, "experts": 4, "hidden": 100, "inner": 70, "out": 90},
+    {"tokens": 9, "experts": 2, "hidden": 65, "inner": 500, "out": 30},
+    {"tokens": 40, "experts": 3, "hidden": 130, "inner": 100, "out": 300},
+    {"tokens": 300, "experts": 3, "hidden": 1100, "inner": 97, "out": 50},
+    {"tokens": 420, "experts": 2, "hidden": 65, "inner": 1030, "out": 49},
+]
+
+
+@cache
+def library(name: str) -> ctypes.CDLL:
+    (chosen,) = (each for each in isa.ISAS if each.name == name)
+    loaded = kernel._open(chosen)
+    assert not isinstance(loaded, str), loaded
+    return loaded
+
+
+def arguments(layer: Layer) -> tuple:
+    args = (*layer.args[1:8], Options(**layer.kwargs))
+    assert kernel.supports(*args) == ""
+    return args
+
+
+def exact(layer: Layer) -> torch.Tensor:
+    """The layer in float64."""
+    x, ids, weights, *lists = layer.args[1:8]
+    lists = [[tensor.double() for tensor in tensors] for tensors in lists]
+    options = Options(**layer.kwargs)._replace(output_dtype=torch.float64, product_dtype=None)
+    return targets.get("reference").run(None, x.double(), ids, weights.double(), *lists, options)[0]
+
+
+@pytest.mark.parametrize("name", ISAS)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s['tokens']} tokens")
+def test_as_exact_as_torch_operators(name, shape) -> None:
+    for dtype in DTYPES:
+        for transposed in ((True, True), (False, False)):
+            for gate_up in ("concat", "interleaved_swapped", "separate"):
+                layer = make_layer(
+                    1,
+                    **shape,
+                    dtype=dtype,
+                    transposed=transposed,
+                    gate_up=gate_up,
+                    bias=(True, True),
+                    ids="wild",
+                )
+                args, want = arguments(layer), exact(layer)
+                error = (kernel.run(library(name), *args)[0].double() - want).abs().max()
+                torch_error = (torch_kernel.run(*args)[0].double() - want).abs().max()
+                # the largest of many rounding errors: half as much again is chance, a wrong term is 100 times that
+                assert error <= 1.5 * torch_error + torch.finfo(dtype).tiny, (dtype, transposed, gate_up)
+
+
+@pytest.mark.parametrize("name", ISAS[1:])  # the first one runs under the operator's own tests
+@settings(max_examples=60)
+@given(layer=layers(DTYPES))
+def test_any_layer(name: str, layer: Layer) -> None:
+    assume(not Options(**layer.kwargs).extras)  # the kernel steps aside for these
+    y, nums = kernel.run(library(name), *arguments(layer))
+    want, counts = layer.loop()
+    assert nums.tolist() == counts
+    dtypes = (layer.x.dtype, layer.kwargs["output_dtype"] or layer.x.dtype)
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+    scale = 1 + want.abs().max().item() if want.numel() else 1
+    torch.testing.assert_close(y.double(), want, rtol=0, atol=32 * eps * scale)  # as in test_mega_moe.py
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("transposed", [(True, True), (False, False)])
+def test_the_same_bits_for_any_number_of_threads(dtype, transposed) -> None:
+    layer = make_layer(
+        3, tokens=90, experts=3, hidden=96, inner=150, out=70, dtype=dtype, transposed=transposed
+    )
+    layer.args[2][:60, 0] = 0  # one expert has most of the work
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 7):
+            torch.set_num_threads(threads)
+            results.append(kernel.run(library(ISAS[0]), *arguments(layer))[0])
+    finally:
+        torch.set_num_threads(before)
+    assert results[0].abs().sum() > 0
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+def test_several_python_threads_at_once() -> None:
+    work = [make_layer(seed, tokens=20 + seed, hidden=64, inner=48, out=64) for seed in range(4)]
+    want = [kernel.run(library(ISAS[0]), *arguments(layer))[0] for layer in work]
+    same = [True] * len(work)
+
+    def repeat(i: int) -> None:
+        for _ in range(30):
+            same[i] &= torch.equal(kernel.run(library(ISAS[0]), *arguments(work[i]))[0], want[i])
+
+    workers = [threading.Thread(target=repeat, args=(i,)) for i in range(len(work))]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert same == [True] * len(work)
+
+
+def test_swapped_data_is_seen() -> None:
+    layer = make_layer(1)
+    before = layer.call("cpu")[0]
+    layer.args[4][0].data = torch.zeros_like(layer.args[4][0])
+    assert before.abs().sum() > 0
+    assert layer.call("cpu")[0].abs().sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "reason"),
+    [
+        ({"dtype": torch.float64}, {}, "float64 is computed by torch"),
+        ({"output_dtype": torch.float64}, {}, "the output is torch.float64"),
+        ({}, {"activation": "custom", "activation_program": "mul.Tensor(g, u)"}, "custom activation"),
+        ({}, {"activation_dtype": torch.bfloat16}, "the activation runs in torch.bfloat16"),
+        ({}, {"product_dtype": torch.float16}, "products are rounded to torch.float16"),
+        ({}, {"num_identity_experts": 1}, "num_identity_experts=1"),
+    ],
+    ids=str,
+)
+def test_what_runs_in_torch_operators_instead(changes, options, reason) -> None:
+    layer = make_layer(1, **changes)
+    assert reason in kernel.supports(*layer.args[1:8], Options(**layer.kwargs)._replace(**options))
+
+
+def test_strides_that_no_form_reads_run_in_torch_operators() -> None:
+    layer = make_layer(1)
+    (weight,) = layer.args[4]
+    both = torch.empty(*weight.shape, 2)[..., 0].copy_(weight)
+    assert "one of the last two must be 1" in kernel.supports(
+        *layer.args[1:4], [both], *layer.args[5:8], Options(**layer.kwargs)
+    )
+    layer.args = (*layer.args[:4], [both], *layer.args[5:])
+    torch.testing.assert_close(layer.call("cpu")[0].double(), layer.loop()[0], rtol=1e-5, atol=1e-5)
+
+
+def test_enumerations_have_the_order_of_the_sources() -> None:
+    def names(header: str, enum: str) -> tuple[str, ...]:
+        (body,) = re.findall(
+            rf"enum {enum} : int64_t {{(.*?)}}", (build.SOURCES / header).read_text(), re.DOTALL
+        )
+        return tuple(name.strip().lower() for name in body.split(","))
+
+    assert names("activation.h", "Kind") == kernel.KINDS
+    assert names("layer.h", "GateUp") == kernel.GATE_UPS
+    assert names("layer.h", "Position") == kernel.POSITIONS
+    assert names("vec.h", "Type") == tuple(str(dtype).removeprefix("torch.") for dtype in kernel.DTYPES)
+
+
+def test_workspace_is_kept_and_given_back() -> None:
+    kernel.release_workspace()
+    assert kernel.workspace_bytes() == 0
+    layer = make_layer(1, tokens=50)
+    layer.call("cpu")
+    held = kernel.workspace_bytes()
+    layer.call("cpu")
+    assert 0 < held == kernel.workspace_bytes()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_one_openmp_runtime() -> None:
+    library(ISAS[0])
+    maps = Path("/proc/self/maps").read_text()
+    assert len(set(re.findall(r"\S*/lib(?:g|i)?omp\S*\.so\S*", maps))) == 1
+
+
+def test_huge_pages_change_no_value_and_no_pointer(monkeypatch) -> None:
+    weight = torch.randn(3 << 20)
+    pointer, copy = weight.data_ptr(), weight.clone()
+    assert huge_pages.use_for([weight]) in range(weight.nbytes + 1)
+    assert huge_pages.use_for([weight]) == 0  # asked once
+    assert weight.data_ptr() == pointer
+    assert torch.equal(weight, copy)
+    monkeypatch.setenv(huge_pages.VARIABLE, "yes")
+    with pytest.raises(ValueError, match="MOEFUSE_HUGE_PAGES: expected 0 or 1, got 'yes'"):
+        huge_pages.enabled()
+
+
+def test_an_unknown_instruction_set_is_an_error(monkeypatch) -> None:
+    monkeypatch.setenv(isa.VARIABLE, "avx3")
+    with pytest.raises(ValueError, match=r"MOEFUSE_CPU_ISA: expected one of .*'plain'.*got 'avx3'"):
+        isa.chosen()
+
+
+def test_switched_off_it_runs_in_torch_operators(monkeypatch) -> None:
+    monkeypatch.setenv(isa.VARIABLE, isa.OFF)
+    assert kernel.load() == "MOEFUSE_CPU_ISA=none"
+    layer = make_layer(1)
+    torch.testing.assert_close(layer.call("cpu")[0].double(), layer.loop()[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [(None, "no C++ compiler"), ("echo 'x.h:1: error: no' >&2; exit 1", "x.h:1: error: no")],
+)
+def test_without_a_working_compiler_it_warns_once_and_runs(monkeypatch, tmp_path, script, words) -> None:
+    tools, cache = tmp_path / "bin", tmp_path / "cache"
+    tools.mkdir()
+    if script:
+        (tools / "g++").write_text(f"#!/bin/sh\n{script}\n")
+        (tools / "g++").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tools))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(cache))
+    monkeypatch.setattr(kernel, "_loaded", {})
+    layer = make_layer(1)
+    with pytest.warns(UserWarning, match=re.escape(words)):
+        layer.call("cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # once is enough
+        y = layer.call("cpu")[0]
+    torch.testing.assert_close(y.double(), layer.loop()[0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_built_kernel_is_found_again(monkeypatch, tmp_path, capfd) -> None:
+    """Another process, the same sources: no compiler runs."""
+    library(ISAS[0])
+    monkeypatch.setattr(build, "_build", lambda *_: pytest.fail("built again"))
+    assert build.library(isa.available()[0])
+    assert "building" not in capfd.readouterr().err
+
+
+@pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
+def test_sanitizers_find_nothing(tmp_path) -> None:
+    """Address and undefined behaviour, the best instruction set, every tensor in a block of its size."""
+    compiler, flags = build.find_compiler(), isa.available()[0].flags
+    sanitize = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1")
+    build.compile_into(tmp_path / "kernel.so", compiler, (*build.FLAGS, *flags, *sanitize))
+    driver = tmp_path / "drive"
+    command = [
+        compiler,
+        "-std=c++17",
+        *flags,
+        *sanitize,
+        "-w",
+        str(Path(__file__).with_name("drive.cpp")),
+        "-fopenmp",
+    ]
+    objects = [str(path) for path in sorted(tmp_path.glob("*.o"))]
+    subprocess.run([*command, *objects, "-o", str(driver)], check=True, timeout=200)
+    done = subprocess.run([driver], capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout == "252 layers\n"
