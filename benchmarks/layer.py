@@ -1,14 +1,19 @@
 """One MoE layer on the CPU: moefuse against the expert implementations of transformers.
 
-In: command line flags. Out: a table of medians (ms) and ratios. The peers run interleaved, one call each per
-round, so that a slow moment of the machine hits all of them. Needs transformers.
+In: command line flags. Out: a table of medians (ms), ratios, and the share of the roofline that moefuse reaches: the
+larger of distinct expert bytes / memory speed and arithmetic / multiplication speed, both measured in the same run.
+The peers run interleaved, one call each per round, so that a slow moment of the machine hits all of them. `torch ops`
+is the cpu target without its C++ kernel. Needs transformers.
 
-    python benchmarks/layer.py --shape qwen3 --dtype bfloat16 --tokens 1,16,256 --threads 2
+    python benchmarks/layer.py --shape qwen3,gpt_oss --dtype bfloat16 --tokens 1,16,256 --threads 2
 """
 
 import argparse
+import ctypes
 import platform
 import statistics
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +23,7 @@ import torch
 from torch import Tensor
 
 import moefuse.ops  # noqa: F401  (registers the operator)
+from moefuse.targets.cpu import build, isa, kernel
 
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -35,6 +41,9 @@ class Shape:
 
 SHAPES = {
     "qwen3": Shape(2048, 768, 128, 8, "qwen3"),
+    "qwen35": Shape(2048, 512, 256, 8, "qwen3"),
+    "deepseek_v2_lite": Shape(2048, 1408, 64, 6, "qwen3"),
+    "mixtral_half": Shape(4096, 14336, 4, 2, "qwen3"),  # 4 of its 8 experts: memory
     "gpt_oss": Shape(2880, 2880, 32, 4, "gpt_oss"),
     "small": Shape(256, 128, 16, 4, "qwen3"),
 }
@@ -80,6 +89,7 @@ def peers(shape: Shape, dtype: torch.dtype, compiled: bool) -> dict[str, Layer]:
     layers: dict[str, Layer] = {
         "eager": eager,
         "grouped_mm": grouped,
+        "torch ops": torch_operators(mega_moe_layer(eager, shape)),
         "moefuse": mega_moe_layer(eager, shape),
     }
     if compiled:
@@ -109,6 +119,57 @@ def mega_moe_layer(module: torch.nn.Module, shape: Shape) -> Layer:
         return y
 
     return qwen3
+
+
+def torch_operators(layer: Layer) -> Layer:
+    """The same call without the C++ kernel."""
+
+    def call(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        found, kernel.load = kernel.load, lambda: "left out"
+        try:
+            return layer(x, ids, weights)
+        finally:
+            kernel.load = found
+
+    return call
+
+
+def limits(shape: Shape, dtype: torch.dtype, threads: int, memory: Tensor) -> tuple[float, float]:
+    """Bytes and floating point operations per second of this machine: the best of a few tries."""
+    chosen, compiler = isa.chosen(), build.find_compiler()
+    if chosen is None or compiler is None:
+        raise SystemExit("layer.py: the limits need a C++ compiler and MOEFUSE_CPU_ISA unset or not 'none'")
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            compiler,
+            *build.FLAGS,
+            *chosen.flags,
+            "-shared",
+            str(Path(__file__).with_name("probe.cpp")),
+        ]
+        subprocess.run([*command, "-o", f"{folder}/probe.so"], check=True)
+        probe = ctypes.CDLL(f"{folder}/probe.so")
+    probe.probe_read.restype = probe.probe_peak.restype = ctypes.c_double
+    probe.probe_read.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
+    size = min(memory.nbytes, 1 << 30)
+    read = max(probe.probe_read(memory.data_ptr(), size, threads) for _ in range(5))
+    return read, max(probe.probe_peak(int(dtype == torch.bfloat16), threads) for _ in range(5))
+
+
+def roof(shape: Shape, dtype: torch.dtype, ids: Tensor, speeds: tuple[float, float]) -> float:
+    """The milliseconds that memory or arithmetic need at least."""
+    per_expert = 3 * shape.hidden * shape.intermediate
+    read = ids.unique().numel() * per_expert * dtype.itemsize / speeds[0]
+    return max(read, 2 * ids.numel() * per_expert / speeds[1]) * 1e3
+
+
+def routing(tokens: int, shape: Shape, how: str) -> tuple[Tensor, Tensor]:
+    """Weights and ids [T, K]: uniform over the experts, or with Zipf's law."""
+    logits = torch.rand(tokens, shape.experts)
+    if how == "zipf":
+        gumbel = -(-logits.clamp(1e-6, 1 - 1e-6).log()).log()
+        logits = gumbel - torch.arange(1, shape.experts + 1).log()
+    return logits.softmax(-1).topk(shape.top_k)
 
 
 def measure(
@@ -141,7 +202,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3")
+    parser.add_argument("--shape", default="qwen3", help=f"some of {', '.join(SHAPES)}, separated by commas")
+    parser.add_argument("--routing", choices=("uniform", "zipf"), default="uniform")
     parser.add_argument("--dtype", choices=("bfloat16", "float32", "float16"), default="bfloat16")
     parser.add_argument("--router-dtype", choices=("same", "float32"), default="same")
     parser.add_argument("--tokens", default="1,4,16,64,256,1024")
@@ -154,26 +216,50 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    shape, dtype = SHAPES[args.shape], getattr(torch, args.dtype)
+    for name in args.shape.split(","):
+        if name not in SHAPES:
+            parser.error(f"--shape: expected some of {', '.join(SHAPES)}, got {name!r}")
+        report(name, args)
+
+
+def report(name: str, args: argparse.Namespace) -> None:
+    """One shape's rows."""
+    shape, dtype = SHAPES[name], getattr(torch, args.dtype)
     layers = peers(shape, dtype, args.compiled)
-    print(
-        f"{cpu_name()}, {args.threads} threads, torch {torch.__version__}, {args.shape} {shape} {args.dtype}"
-    )
-    print("tokens" + "".join(f"{name:>22}" for name in layers) + "   moefuse is faster than")
+    clock = time.process_time if args.cpu_time else time.perf_counter
     with torch.no_grad():
+        x = torch.randn(1, shape.hidden).to(dtype)
+        weights, ids = routing(1, shape, args.routing)
+        layers["moefuse"](
+            x, ids, weights.to(dtype)
+        )  # huge pages, where they are used, before memory is probed
+        memory = layers["eager"].get_parameter("gate_up_proj")  # type: ignore[attr-defined]
+        speeds = limits(shape, dtype, args.threads, memory)
+        print(
+            f"{cpu_name()}, {args.threads} threads, torch {torch.__version__}, {name} {shape} {args.dtype}, "
+            f"{args.routing} routing, reads {speeds[0] / 1e9:.1f} GB/s, multiplies {speeds[1] / 1e9:.0f} GFLOP/s"
+        )
+        print(
+            "tokens"
+            + "".join(f"{peer:>16}" for peer in layers)
+            + "   of the roofline   moefuse is faster than"
+        )
         for tokens in map(int, args.tokens.split(",")):
             x = torch.randn(tokens, shape.hidden).to(dtype)
-            weights, ids = torch.rand(tokens, shape.experts).softmax(-1).topk(shape.top_k)
+            weights, ids = routing(tokens, shape, args.routing)
             weights = weights if args.router_dtype == "float32" else weights.to(dtype)
-            clock = time.process_time if args.cpu_time else time.perf_counter
             ms = measure(layers, (x, ids, weights), args.seconds, clock)
             ratios = ", ".join(
-                f"{name} {ms[name] / ms['moefuse']:.2f}x" for name in layers if name != "moefuse"
+                f"{peer} {ms[peer] / ms['moefuse']:.2f}x" for peer in layers if peer != "moefuse"
             )
+            share = roof(shape, dtype, ids, speeds) / ms["moefuse"]
             print(
-                f"{tokens:6d}" + "".join(f"{ms[name]:19.2f} ms" for name in layers) + f"   {ratios}",
+                f"{tokens:6d}"
+                + "".join(f"{ms[peer]:13.2f} ms" for peer in layers)
+                + f"{share:18.0%}   {ratios}",
                 flush=True,
             )
+        print(f"workspace kept: {kernel.workspace_bytes() / 2**20:.0f} MiB")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@
 #include "../../moefuse/targets/cpu/native/layer.h"
 
 extern "C" int moefuse_run(const moefuse::Layer*);
+extern "C" void moefuse_release_workspace();
 
 using moefuse::Layer;
 using moefuse::Tensors;
@@ -66,6 +67,7 @@ int main() {
                         return 1;
                     layers++;
                 }
+    moefuse_release_workspace();
     std::printf("%d layers\n", layers);
     return 0;
 }

@@ -94,6 +94,7 @@ def supports(
         _options(x.dtype, options)
         or ("" if topk_ids.numel() <= _MOST_SLOTS else f"more than {_MOST_SLOTS} slots")
         or _placement((x, topk_ids, topk_weights, *weight1, *weight2, *bias1, *bias2))
+        or _same_dtype(x.dtype, (*weight1, *weight2, *bias1, *bias2))
         or _layout("weight1", weight1, options.transpose_weight1)
         or _layout("weight2", weight2, options.transpose_weight2)
         or _same_strides("bias1", bias1)
@@ -123,6 +124,11 @@ def _placement(tensors: Sequence[Tensor]) -> str:
         if not tensor.is_cpu or tensor.layout != torch.strided:
             return f"a tensor is {tensor.layout} on {tensor.device}"
     return ""
+
+
+def _same_dtype(dtype: torch.dtype, tensors: Sequence[Tensor]) -> str:
+    other = next((tensor.dtype for tensor in tensors if tensor.dtype != dtype), None)
+    return "" if other is None else f"an expert tensor is {other} and x is {dtype}"
 
 
 def _layout(name: str, weights: Sequence[Tensor], transposed: bool) -> str:

@@ -1,0 +1,48 @@
+// The limits that benchmarks/layer.py compares with: reading memory, and the multiplications of the kernel's own form.
+#include <chrono>
+
+#include "../moefuse/targets/cpu/native/packed.h"
+
+using moefuse::f32v;
+using Clock = std::chrono::steady_clock;
+
+static double since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+// Bytes per second of one pass over `bytes` at `from`, each thread a stretch of its own.
+extern "C" double probe_read(const char* from, int64_t bytes, int threads) {
+    const auto start = Clock::now();
+    float total = 0;
+#pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : total)
+    for (int64_t block = 0; block < bytes / 4096; block++) {
+        f32v sums[4] = {};
+        const float* at = reinterpret_cast<const float*>(from + block * 4096);
+        for (int i = 0; i < 1024; i += 4 * moefuse::LANES)
+            for (int j = 0; j < 4; j++) {
+                __builtin_prefetch(reinterpret_cast<const char*>(at + i + j * moefuse::LANES) + 8192);
+                sums[j] += moefuse::load(at + i + j * moefuse::LANES);
+            }
+        total += (sums[0] + sums[1] + sums[2] + sums[3])[0];
+    }
+    const double seconds = since(start);
+    return total == 0.125f ? 0 : bytes / seconds;
+}
+
+// Multiplications and additions per second with all operands in the L1 cache.
+template <class D>
+static double peak(int threads) {
+    constexpr int K = 256, ROUNDS = 4000;
+    const auto start = Clock::now();
+#pragma omp parallel num_threads(threads)
+    {
+        alignas(64) static thread_local D w[moefuse::STRIP * (K + 32)], x[K * moefuse::WIDE];
+        alignas(64) static thread_local float c[moefuse::STRIP * moefuse::WIDE];
+        for (int i = 0; i < ROUNDS; i++)
+            moefuse::packed_tile<D, moefuse::STRIP, 2>(moefuse::Rows<D>{w, K + 32}, x, K, c, moefuse::WIDE, [](int) {});
+    }
+    return 2.0 * threads * ROUNDS * moefuse::STRIP * moefuse::WIDE * K / since(start);
+}
+extern "C" double probe_peak(int half, int threads) {
+    if constexpr (moefuse::PACKS<moefuse::bf16>)
+        if (half) return peak<moefuse::bf16>(threads);
+    return peak<float>(threads);
+}
