@@ -16,7 +16,7 @@ from hypothesis import assume, given, settings
 from moefuse import targets
 from moefuse.ops.options import Options
 from moefuse.targets.cpu import build, huge_pages, isa, kernel, torch_kernel
-from tests.ops.moe_loop import Layer, layers, make_layer
+from tests.ops.moe_loop import GATED, PLAIN, Layer, layers, make_layer
 
 ISAS = [each.name for each in isa.available()]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -39,9 +39,9 @@ def library(name: str) -> ctypes.CDLL:
 
 
 def arguments(layer: Layer) -> tuple:
-    """Of a call that the kernel takes; hypothesis draws another layer where it doesn't."""
+    """Of a call that the kernel takes."""
     args = (*layer.args[1:8], Options(**layer.kwargs))
-    assume(not kernel.supports(*args))
+    assert kernel.supports(*args) == ""
     return args
 
 
@@ -69,16 +69,18 @@ def test_as_exact_as_torch_operators(name, shape) -> None:
                     ids="wild",
                 )
                 args, want = arguments(layer), exact(layer)
-                error = (kernel.run(library(name), *args)[0].double() - want).abs().max()
-                torch_error = (torch_kernel.run(*args)[0].double() - want).abs().max()
-                # the largest of many rounding errors: half as much again is chance, a wrong term is 100 times that
-                assert error <= 1.5 * torch_error + torch.finfo(dtype).tiny, (dtype, transposed, gate_up)
+                error = (kernel.run(library(name), *args)[0].double() - want).norm()
+                torch_error = (torch_kernel.run(*args)[0].double() - want).norm()
+                # Roundings to the dtype are the same ones; float32 sums over k have their own order, which at one
+                # token is a matter of chance.
+                assert error <= 1.5 * torch_error, (dtype, transposed, gate_up)
 
 
 @pytest.mark.parametrize("name", ISAS[1:])  # the first one runs under the operator's own tests
 @settings(max_examples=60)
 @given(layer=layers(DTYPES))
 def test_any_layer(name: str, layer: Layer) -> None:
+    assume(not kernel.supports(*layer.args[1:8], Options(**layer.kwargs)))
     y, nums = kernel.run(library(name), *arguments(layer))
     want, counts = layer.loop()
     assert nums.tolist() == counts
@@ -86,6 +88,24 @@ def test_any_layer(name: str, layer: Layer) -> None:
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     scale = 1 + want.abs().max().item() if want.numel() else 1
     torch.testing.assert_close(y.double(), want, rtol=0, atol=32 * eps * scale)  # as in test_mega_moe.py
+
+
+@pytest.mark.parametrize("name", ISAS)
+@pytest.mark.parametrize("activation", [*GATED, *PLAIN], ids=str)
+@pytest.mark.parametrize("activation_dtype", [None, torch.float32])
+def test_activations_are_rounded_as_the_model_rounds_them(name, activation, activation_dtype) -> None:
+    """Products with 1 are exact, so that the activation's own roundings are what is left to compare."""
+    gated = activation in GATED
+    g = torch.randn(200, 1).bfloat16()
+    w1 = torch.ones(1, 2 if gated else 1, 1).bfloat16()
+    options = Options(
+        1, gate_up="concat" if gated else "none", activation=activation[0], activation_params=activation[1],
+        activation_dtype=activation_dtype,
+    )  # fmt: skip
+    args = (g, torch.zeros(200, 1, dtype=torch.int32), torch.ones(200, 1), [w1], [w1[:, :1]], [], [], options)
+    got, want = kernel.run(library(name), *args)[0], torch_kernel.run(*args)[0]
+    # the last bit of exp decides now and then
+    assert (got != want).float().mean() <= 0.02
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

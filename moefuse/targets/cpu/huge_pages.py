@@ -2,7 +2,8 @@
 
 In: weights on the CPU. Out: nothing but speed: the kernel of the operating system is asked to back their memory by
 huge pages. Values and pointers stay. Reading over 4 KiB pages is limited by address translation; collapsing costs
-two to three seconds of CPU per GiB, once per tensor. MOEFUSE_HUGE_PAGES=0 switches it off. Memory mapped from a file stays as it is.
+two to three seconds of CPU per GiB, once per tensor. MOEFUSE_HUGE_PAGES=0 switches it off. Memory mapped from a file
+stays as it is.
 """
 
 import ctypes

@@ -44,7 +44,7 @@ _READ = frozenset(
     )
 )  # fmt: skip
 _OTHERS = {name: default for name, default in Options._field_defaults.items() if name not in _READ}
-_LAYER = struct.Struct("=16q3d35q")
+_LAYER = struct.Struct("=16q3d36q")
 _ABSENT = (0, 0, 0, 0, 0)
 _MOST_SLOTS = 2**31 - 1
 
@@ -173,7 +173,7 @@ def run(
         x.data_ptr(), x.stride(0), topk_ids.data_ptr(), topk_ids.dtype == torch.int64,
         topk_weights.data_ptr(), _DTYPE[topk_weights.dtype], tokens, topk_ids.shape[1], experts, hidden, inner,
         outputs, _DTYPE[x.dtype], _DTYPE[dtype], _GATE_UP[options.gate_up], _KIND[options.activation], *params,
-        _POSITION[options.weight_position], options.product_dtype == x.dtype,
+        options.activation_dtype in (None, x.dtype), _POSITION[options.weight_position], options.product_dtype == x.dtype,
         *_weights(first[0], options.transpose_weight1, keep), *_weights(first[-1], options.transpose_weight1, keep),
         *_weights(weight2, options.transpose_weight2, keep),
         *_biases(first_bias[0], keep), *_biases(first_bias[-1], keep), *_biases(bias2, keep),

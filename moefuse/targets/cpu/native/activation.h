@@ -33,10 +33,9 @@ static inline f32v exp_of(f32v x) {
     return select(x > splat(88.7f), splat(__builtin_inff()), low);
 }
 
-// g / (1 + exp(-scale g)): infinities end as they do in torch, -inf in NaN.
+// Infinities end as they do in torch: silu(-inf) is NaN.
 static inline f32v sigmoid_of(f32v x) { return 1.f / (1.f + exp_of(-x)); }
 static inline f32v silu_of(f32v g) { return g / (1.f + exp_of(-g)); }
-static inline f32v quick_gelu_of(f32v g) { return g * sigmoid_of(1.702f * g); }
 static inline f32v relu_of(f32v g) { return at_least(g, 0.f); }
 
 static inline f32v tanh_of(f32v x) {
@@ -76,44 +75,55 @@ static inline f32v gelu_tanh_of(f32v g) {
 
 static inline f32v clamp(f32v value, float limit) { return at_least(at_most(value, limit), -limit); }
 
-template <class F>
-static inline void over_row(const float* g, const float* u, float* out, int n, F&& function) {
-    for (int i = 0; i < n; i += LANES) store(out + i, function(load(g + i), load(u + i)));
-}
-
-// n values, rounded up to whole vectors: g, u and out have room for them.
-static void activate(int64_t kind, const double* params, const float* g, const float* u, float* out, int n) {
+// n values, rounded up to whole vectors: g, u and out have room for them. The GEMM's result counts as a D; with EACH
+// step the result of every operator is rounded to D, as a model has it that doesn't cast up for its activation.
+template <class D, bool EACH>
+static void activate_in(int64_t kind, const double* params, const float* gate, const float* up, float* out, int n) {
     const float a = float(params[0]), b = float(params[1]), c = float(params[2]);
-    const auto each = [&](auto&& function) { over_row(g, u, out, n, function); };
+    const auto r = [](f32v value) { return EACH ? rounded<D>(value) : value; };
+    const auto quick = [=](f32v g) { return g * r(sigmoid_of(r(1.702f * g))); };
+    const auto each = [&](auto&& function) {
+        for (int i = 0; i < n; i += LANES)
+            store(out + i, function(rounded<D>(load(gate + i)), rounded<D>(load(up + i))));
+    };
     switch (kind) {
         case SWIGLU:
-            if (a == __builtin_inff()) return each([](f32v g, f32v u) { return silu_of(g) * u; });
-            return each([=](f32v g, f32v u) { return silu_of(at_most(g, a)) * clamp(u, a); });
-        case SWIGLUSTEP: return each([=](f32v g, f32v u) { return at_most(silu_of(g), a) * clamp(u, a); });
+            if (a == __builtin_inff()) return each([=](f32v g, f32v u) { return r(silu_of(g)) * u; });
+            return each([=](f32v g, f32v u) { return r(silu_of(at_most(g, a))) * clamp(u, a); });
+        case SWIGLUSTEP: return each([=](f32v g, f32v u) { return at_most(r(silu_of(g)), a) * clamp(u, a); });
         case SWIGLUOAI:
             return each([=](f32v g, f32v u) {
-                const f32v gate = at_most(g, a);
-                return gate * sigmoid_of(b * gate) * (clamp(u, a) + c);
+                const f32v low = at_most(g, a);
+                return r(low * r(sigmoid_of(r(b * low)))) * r(clamp(u, a) + c);
             });
         case SITUGLU:
-            return each([=](f32v g, f32v u) { return a * tanh_of(g / a) * sigmoid_of(g) * (b * tanh_of(u / b)); });
-        case GEGLU: return each([](f32v g, f32v u) { return gelu_of(g) * u; });
-        case GEGLU_TANH: return each([](f32v g, f32v u) { return gelu_tanh_of(g) * u; });
-        case QUICK_GEGLU: return each([](f32v g, f32v u) { return quick_gelu_of(g) * u; });
+            return each([=](f32v g, f32v u) {
+                return r(r(a * r(tanh_of(r(g / a)))) * r(sigmoid_of(g))) * r(b * r(tanh_of(r(u / b))));
+            });
+        case GEGLU: return each([=](f32v g, f32v u) { return r(gelu_of(g)) * u; });
+        case GEGLU_TANH: return each([=](f32v g, f32v u) { return r(gelu_tanh_of(g)) * u; });
+        case QUICK_GEGLU: return each([=](f32v g, f32v u) { return r(quick(g)) * u; });
         case REGLU: return each([](f32v g, f32v u) { return relu_of(g) * u; });
-        case RELU2GLU: return each([](f32v g, f32v u) { return relu_of(g) * relu_of(g) * u; });
-        case SIGMOIDGLU: return each([](f32v g, f32v u) { return sigmoid_of(g) * u; });
+        case RELU2GLU: return each([=](f32v g, f32v u) { return r(relu_of(g) * relu_of(g)) * u; });
+        case SIGMOIDGLU: return each([=](f32v g, f32v u) { return r(sigmoid_of(g)) * u; });
         case BILINEAR: return each([](f32v g, f32v u) { return g * u; });
         case SILU: return each([](f32v g, f32v) { return silu_of(g); });
         case GELU: return each([](f32v g, f32v) { return gelu_of(g); });
         case GELU_TANH: return each([](f32v g, f32v) { return gelu_tanh_of(g); });
-        case QUICK_GELU: return each([](f32v g, f32v) { return quick_gelu_of(g); });
+        case QUICK_GELU: return each([=](f32v g, f32v) { return quick(g); });
         case RELU: return each([](f32v g, f32v) { return relu_of(g); });
         case RELU2: return each([](f32v g, f32v) { return relu_of(g) * relu_of(g); });
         case SIGMOID: return each([](f32v g, f32v) { return sigmoid_of(g); });
         case TANH: return each([](f32v g, f32v) { return tanh_of(g); });
         default: return each([](f32v g, f32v) { return g; });
     }
+}
+
+template <class D>
+static void activate(int64_t kind, const double* params, bool each, const float* gate, const float* up, float* out,
+                     int n) {
+    if (each && sizeof(D) < sizeof(float)) return activate_in<D, true>(kind, params, gate, up, out, n);
+    activate_in<D, false>(kind, params, gate, up, out, n);
 }
 
 }  // namespace moefuse

@@ -37,6 +37,7 @@ struct Layer {
     int64_t gate_up;
     int64_t activation;
     double params[3];
+    int64_t round_activation;  // after each of its operators
     int64_t position;
     int64_t round_products;
     Tensors weight1[2], weight2;

@@ -150,7 +150,7 @@ class Run {
             for (int j = 0; j < own; j++) first[j] = gate[2 * j], second[j] = gate[2 * j + 1];
             gate = swapped() ? second : first, up = swapped() ? first : second;
         }
-        activate(layer_.activation, layer_.params, gate, up, out, own);
+        activate<D>(layer_.activation, layer_.params, layer_.round_activation, gate, up, out, own);
         const bool scales = layer_.position == MID;
         store_row(hidden(row) + n, out, own, scales ? weight_of(row) : 1.f, scales);
     }

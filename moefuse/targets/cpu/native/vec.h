@@ -62,12 +62,14 @@ static inline f32v load(const bf16* from) {
     std::memcpy(&narrow, from, sizeof narrow);
     return bit_cast<f32v>(__builtin_convertvector(narrow, u32v) << 16);
 }
-static inline void store(bf16* to, f32v value) {
+// The upper half is the nearest bfloat16, ties to even; a NaN stays one.
+static inline u32v rounded_bits(f32v value) {
     const u32v bits = bit_cast<u32v>(value);
-    const u32v rounded = bits + 0x7fffu + ((bits >> 16) & 1u);  // to nearest, ties to even
-    const i32v is_nan = value != value;
-    const u32v chosen = bit_cast<u32v>(select(is_nan, bit_cast<f32v>(bits | 0x400000u), bit_cast<f32v>(rounded)));
-    const u16v narrow = __builtin_convertvector(chosen >> 16, u16v);
+    const u32v nearest = bits + 0x7fffu + ((bits >> 16) & 1u);
+    return bit_cast<u32v>(select(value != value, bit_cast<f32v>(bits | 0x400000u), bit_cast<f32v>(nearest)));
+}
+static inline void store(bf16* to, f32v value) {
+    const u16v narrow = __builtin_convertvector(rounded_bits(value) >> 16, u16v);
     std::memcpy(to, &narrow, sizeof narrow);
 }
 
@@ -128,11 +130,16 @@ static inline void store_some(D* to, f32v value, int n) {
     for (int i = 0; i < n; i++) to[i] = lanes[i];
 }
 
+// To the precision of D, still as float32.
 template <class D>
 static inline f32v rounded(f32v value) {
     D lanes[LANES];
     store(lanes, value);
     return load(lanes);
+}
+template <>
+inline f32v rounded<bf16>(f32v value) {
+    return bit_cast<f32v>(rounded_bits(value) & 0xffff0000u);
 }
 template <>
 inline f32v rounded<float>(f32v value) {
