@@ -81,6 +81,7 @@ template <class D, bool EACH>
 static void activate_in(int64_t kind, const double* params, const float* gate, const float* up, float* out, int n) {
     const float a = float(params[0]), b = float(params[1]), c = float(params[2]);
     const auto r = [](f32v value) { return EACH ? rounded<D>(value) : value; };
+    const float limit = r(splat(a))[0];  // clamping gives a D
     const auto quick = [=](f32v g) { return g * r(sigmoid_of(r(1.702f * g))); };
     const auto each = [&](auto&& function) {
         for (int i = 0; i < n; i += LANES)
@@ -89,12 +90,12 @@ static void activate_in(int64_t kind, const double* params, const float* gate, c
     switch (kind) {
         case SWIGLU:
             if (a == __builtin_inff()) return each([=](f32v g, f32v u) { return r(silu_of(g)) * u; });
-            return each([=](f32v g, f32v u) { return r(silu_of(at_most(g, a))) * clamp(u, a); });
-        case SWIGLUSTEP: return each([=](f32v g, f32v u) { return at_most(r(silu_of(g)), a) * clamp(u, a); });
+            return each([=](f32v g, f32v u) { return r(silu_of(at_most(g, limit))) * clamp(u, limit); });
+        case SWIGLUSTEP: return each([=](f32v g, f32v u) { return at_most(r(silu_of(g)), limit) * clamp(u, limit); });
         case SWIGLUOAI:
             return each([=](f32v g, f32v u) {
-                const f32v low = at_most(g, a);
-                return r(low * r(sigmoid_of(r(b * low)))) * r(clamp(u, a) + c);
+                const f32v low = at_most(g, limit);
+                return r(low * r(sigmoid_of(r(b * low)))) * r(clamp(u, limit) + c);
             });
         case SITUGLU:
             return each([=](f32v g, f32v u) {
