@@ -43,11 +43,11 @@ def _emit(emitter: Emitter, site: Site, target: str) -> tuple[Node, Node]:
     """The call, and its output as the site's node has it."""
     try:
         call = _call(emitter, site, target)
-    except (ValueError, TypeError, RuntimeError) as error:  # what the operator's own checks refuse
+        result = _as_output(emitter, site, emitter.call(operator.getitem, call, 0))
+        if site.base is not None:
+            result = emitter.call(aten.add.Tensor, site.base, result)
+    except (ValueError, TypeError, RuntimeError) as error:  # what the operators' own checks refuse
         raise Conflict(f"the operator refuses the layer: {error}") from None
-    result = _as_output(emitter, site, emitter.call(operator.getitem, call, 0))
-    if site.base is not None:
-        result = emitter.call(aten.add.Tensor, site.base, result)
     if value(result).dtype != value(site.node).dtype or value(result).dim() != value(site.node).dim():
         raise Conflict(f"the fused output is {value(result).dtype} {tuple(value(result).shape)}")
     return call, _as_strided(emitter, site, result)

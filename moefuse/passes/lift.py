@@ -17,7 +17,7 @@ from moefuse.patterns.facts import Dot, Fact, Leaf, Lost, group_axes
 from moefuse.patterns.rules import op_name, value
 from moefuse.patterns.site import Site
 
-GROUPED = {"aten::_grouped_mm", "transformers::grouped_mm_fallback"}
+GROUPED = {"aten::_grouped_mm", "transformers::grouped_mm_fallback", "npu::npu_grouped_matmul"}
 BATCHED = {"aten::bmm", "aten::baddbmm"}
 
 MOVES = VIEWS | {"aten::clone", "aten::_to_copy", "aten::reshape", "aten::_unsafe_view"}

@@ -24,11 +24,12 @@ from moefuse.patterns.rules import value
 MAX_CONSTANTS = 8
 """More different numbers than this in one program: no table entry has them; don't try all combinations."""
 
-SMOOTH = (
+_SMOOTH = (
     "mul add sub rsub div neg pow square reciprocal exp log1p erf tanh sigmoid silu gelu softplus sqrt rsqrt"
 )
-KNEED = "relu abs lerp addcmul clamp clamp_min clamp_max minimum maximum hardtanh"
-SAMPLED = frozenset(f"{SMOOTH} {KNEED}".split())
+_KNEED = "relu abs lerp addcmul clamp clamp_min clamp_max minimum maximum hardtanh"
+SMOOTH = frozenset(_SMOOTH.split())
+SAMPLED = SMOOTH | frozenset(_KNEED.split())
 """Operators of which two functions that agree on all samples are taken to be the same: smooth, or with knees at their
 constants. With any other (comparisons, guards against NaN, roundings) a function may differ where no sample falls."""
 
@@ -113,13 +114,13 @@ def classify(program: str, gated: bool) -> Classified:
     return Classified(CUSTOM, (), program)
 
 
-def is_sampled(program: str) -> bool:
+def is_sampled(program: str, operators: frozenset[str] = SAMPLED) -> bool:
     """True when the program calls only operators that sampling tells apart."""
     tree = ast.walk(ast.parse(program, mode="eval"))
     called = {
         node.value.id for node in tree if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
     }
-    return called <= SAMPLED
+    return called <= operators
 
 
 def constants(program: str) -> tuple[float, ...]:

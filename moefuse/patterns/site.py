@@ -222,6 +222,9 @@ def describe(
     ):
         if leaf is not None:
             demand_whole(leaf, axes)
+    for leaf in (second.weight, second.bias, *scale, *(t for f in firsts for t in (f.weight, f.bias))):
+        if leaf is not None and {*tokens, *slots} & {digit for group in leaf.index for digit in group}:
+            raise Conflict(f"`{leaf.node.name}`, an expert's own tensor, differs from token to token")
     gate_up, ordered, activation, activation_dtype = _gate_up(program, firsts, second.over)
     return Layer(
         tokens=tokens,

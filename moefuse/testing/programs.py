@@ -127,7 +127,7 @@ class Program:
         """True when moefuse must find this layer."""
         if self.trap or self.sizes.experts == 1:
             return False  # one expert is a plain feed-forward network: no routing is left in its graph
-        if self.norm != "none" and self.dispatch == "dense":
+        if self.norm != "none" and self.dispatch in ("dense", "every"):
             return False  # every expert on every token, then a norm: no rule opens that
         if self.dispatch in ("pieces", "map_pieces") and self.sizes.tokens * self.sizes.top_k == 1:
             return False  # a single slot has no order that could be cut

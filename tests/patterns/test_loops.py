@@ -285,3 +285,23 @@ def test_identity_rows_keep_the_dtype_that_the_experts_read() -> None:
     x, _, _, w1, w2 = operands()
     logits = torch.randn(T, E + Z)
     study(forward, x.float(), logits, w1, w2).refused("returns rows of another dtype than experts read")
+
+
+@pytest.mark.parametrize("what", ["weight", "bias"])
+def test_an_expert_s_tensor_that_differs_from_token_to_token_is_none(what: str) -> None:
+    x, _, weights, w1, w2 = operands(torch.float32)
+    own = torch.randn(E, w2.shape[2], T, H) if what == "weight" else torch.randn(T, H)
+
+    def layer(x: Tensor, scores: Tensor, weights: Tensor, w1: Tensor, w2: Tensor, own: Tensor) -> Tensor:
+        ids, y = scores.topk(K, dim=-1)[1], torch.zeros_like(x)
+        for e in range(E):
+            token, slot = torch.where(ids == e)
+            a = swiglu(functional.linear(x[token], w1[e]))
+            if what == "weight":
+                rows = torch.einsum("ni,ino->no", a, own[e][:, token])
+            else:
+                rows = functional.linear(a, w2[e]) + own[token]
+            y = y.index_add(0, token, rows * weights[token, slot, None])
+        return y
+
+    study(layer, x, torch.randn(T, E), weights, w1, w2, own).refused("differs from token to token")

@@ -82,7 +82,7 @@ WRONG: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "mean of the values": (lambda h, s: h * torch.rsqrt(h.mean(-1, keepdim=True) + EPS), "of their squares"),
     "mean of the absolute values": (
         lambda h, s: h * torch.rsqrt(h.abs().mean(-1, keepdim=True) + EPS),
-        "of their squares",
+        "isn't made of smooth operators only",
     ),
     "sum of squares": (
         lambda h, s: h * torch.rsqrt(h.square().sum(-1, keepdim=True) + EPS),
@@ -119,6 +119,23 @@ WRONG: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "centred": (
         lambda h, s: unit(h - h.mean(-1, keepdim=True)),
         "something else than an RMS norm of the row itself",
+    ),
+    # A clamp against overflow acts where no small sample falls, an eps under the mean where no large one does.
+    "values clamped in the mean": (
+        lambda h, s: h * torch.rsqrt(mean2(h.clamp(-50, 50)) + EPS),
+        "isn't made of smooth operators only",
+    ),
+    "squares clamped": (
+        lambda h, s: h * torch.rsqrt(h.pow(2).clamp(max=1e3).mean(-1, keepdim=True) + EPS),
+        "isn't made of smooth operators only",
+    ),
+    "mean clamped": (
+        lambda h, s: h * torch.rsqrt(mean2(h).clamp(max=1e10) + EPS),
+        "isn't made of smooth operators only",
+    ),
+    "eps under the mean": (
+        lambda h, s: h * torch.rsqrt((h.pow(2) + 1e-12).mean(-1, keepdim=True)),
+        "of their squares",
     ),
     "layer norm": (lambda h, s: functional.layer_norm(h, (H,), s), "native_layer_norm of expert outputs"),
 }
