@@ -45,6 +45,7 @@ def _run(
     **constants: Any,
 ) -> tuple[Tensor, Tensor]:
     options = Options(**constants)
+    bias1, bias2 = bias1 or (), bias2 or ()  # AOTInductor's runtime hands over None for an empty list
     check_arguments(x, topk_ids, topk_weights, weight1, weight2, bias1, bias2, options, row_scale)
     return kernel(target)(
         context, x, topk_ids, topk_weights, weight1, weight2, bias1, bias2, options, row_scale
