@@ -89,6 +89,7 @@ class FrontEnd:
             try:
                 with self._data_dependent_capture(), self._switch.grouped(), self._loops.in_place():
                     self._tell_refused()
+                    version = self._version()
                     return self._frame(version)(*args, **kwargs)
             except Exception as error:
                 unproved = isinstance(getattr(error, "inner_exception", None), UnprovedError)

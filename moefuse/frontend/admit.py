@@ -9,7 +9,7 @@ import ast
 from torch import nn
 
 from moefuse.frontend.effects import Calls, root_of
-from moefuse.frontend.liveness import Live, stores
+from moefuse.frontend.liveness import Live, loads, stores
 from moefuse.frontend.search import Found, ifs, skip_test, statements
 from moefuse.frontend.source import RefusedError, Source
 
@@ -22,6 +22,7 @@ def admit(loop: Found, source: Source, owner: nn.Module, live: Live, called: lis
     node, definition = loop.node, source.definition
     if node.orelse:
         raise RefusedError("the loop has an else branch", node.lineno)
+    _check_scopes(node, definition)
     for inner in statements(node.body):
         _check_statement(inner, node, definition)
     Calls(source, owner, called).check_all(node.body)
@@ -41,6 +42,24 @@ def admit(loop: Found, source: Source, owner: nn.Module, live: Live, called: lis
     loop.results = sorted((carried - offsets | changed) - set(loop.lists))
     if stores(node.target) & live.after:
         raise RefusedError("the loop's variable is read after the loop", node.lineno)
+
+
+def _check_scopes(loop: ast.For, definition: ast.FunctionDef) -> None:
+    """What the loop assigns is seen nowhere but in the function itself, in the order of its statements."""
+    assigned = stores(loop)
+    for node in ast.walk(definition):
+        if isinstance(node, ast.Global | ast.Nonlocal):
+            raise RefusedError(f"it has `{ast.unparse(node)}`", node.lineno)
+        if isinstance(node, ast.Name) and node.id in _SEES_LOCALS:
+            raise RefusedError(f"it uses `{node.id}`, which sees all local names", node.lineno)
+        if node is definition or not isinstance(node, _LATER):
+            continue
+        if captured := sorted(loads(node) & assigned):
+            raise RefusedError(f"`{captured[0]}` is read by a function that may run later", node.lineno)
+
+
+_LATER = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.GeneratorExp | ast.ClassDef
+_SEES_LOCALS = frozenset(("locals", "vars", "eval", "exec", "dir"))
 
 
 def _check_statement(node: ast.stmt, loop: ast.For, definition: ast.FunctionDef) -> None:
@@ -98,11 +117,18 @@ def _check_list(name: str, loop: ast.For, definition: ast.FunctionDef) -> None:
     """A list may be concatenated, or asked whether anything is in it: its length depends on what was skipped."""
     inside = set(ast.walk(loop))
     allowed: set[ast.AST] = set()
+    made = [
+        n for n in ast.walk(definition) if isinstance(n, ast.Assign | ast.AnnAssign) and name in stores(n)
+    ]
+    fresh = [n for n in ast.walk(definition) if isinstance(n, ast.Name) and n.id == name]
+    written = [n for n in fresh if not isinstance(n.ctx, ast.Load)]
+    if len(made) != 1 or len(written) != 1 or not is_empty_list(made[0]) or made[0] in inside:
+        raise RefusedError(f"the list `{name}` isn't made by one `{name} = []` before the loop", loop.lineno)
     for node in ast.walk(definition):
         if isinstance(node, ast.Call) and node not in inside and is_cat(node):
             allowed.add(node.args[0])
-        if isinstance(node, ast.If | ast.IfExp):
-            allowed |= _asks_whether_empty(node.test)
+        if isinstance(node, ast.If | ast.IfExp) and node not in inside and node.lineno > loop.lineno:
+            allowed |= asks_whether_empty(node.test)
         if isinstance(node, ast.Call) and node in inside and _is_append(node, name):
             allowed.add(node.func.value)  # type: ignore[attr-defined]
     for node in ast.walk(definition):
@@ -115,6 +141,13 @@ def _check_list(name: str, loop: ast.For, definition: ast.FunctionDef) -> None:
             raise RefusedError(f"the list `{name}` is used for more than a torch.cat", node.lineno)
 
 
+def is_empty_list(node: ast.Assign | ast.AnnAssign) -> bool:
+    """True for `name = []`."""
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+    plain = len(targets) == 1 and isinstance(targets[0], ast.Name)
+    return plain and isinstance(node.value, ast.List) and not node.value.elts
+
+
 def is_cat(call: ast.Call) -> bool:
     """True for `torch.cat(...)` by any of its names."""
     function = call.func
@@ -122,7 +155,8 @@ def is_cat(call: ast.Call) -> bool:
     return named and bool(call.args) and root_of(function) == "torch"
 
 
-def _asks_whether_empty(test: ast.expr) -> set[ast.AST]:
+def asks_whether_empty(test: ast.expr) -> set[ast.AST]:
+    """What is asked by `if outputs`, `if not outputs`, `if len(outputs) == 0`."""
     value = test.operand if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not) else test
     if isinstance(value, ast.Compare) and len(value.ops) == 1:
         right = value.comparators[0]

@@ -67,7 +67,8 @@ class Loops:
         self._model = model
         self._new: dict[tuple[type, str], Callable[..., Any]] | None = None
         self._owners: dict[tuple[type, str], list[nn.Module]] = {}
-        self._patched: list[tuple[nn.Module, str]] = []
+        self._originals: dict[tuple[type, str], Any] = {}
+        self._patched: list[tuple[nn.Module, str, types.MethodType]] = []
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -88,15 +89,18 @@ class Loops:
     def refuse(self, reasons: dict[int, str]) -> None:
         """These loops go back to their original code."""
         with self._lock:
-            assert self._new is not None
-            for number, reason in reasons.items():
-                loop = _KNOWN[number]
-                if self._new.pop(loop.method, None) is None:
-                    continue
-                self._report(loop.layers, loop.source, loop.construct, reason)
-                self.version += 1
+            self._drop(reasons)
             self._take_out()
             self._put()
+
+    def _drop(self, reasons: dict[int, str]) -> None:
+        assert self._new is not None
+        for number, reason in reasons.items():
+            loop = _KNOWN[number]
+            if self._new.pop(loop.method, None) is None:
+                continue
+            self._report(loop.layers, loop.source, loop.construct, reason)
+            self.version += 1
 
     def refuse_all(self, reason: str) -> bool:
         """All loops go back to their original code; False where none was rewritten."""
@@ -121,15 +125,21 @@ class Loops:
         self._refused += [LayerReport(layer, False, "", source, text, CHECK) for layer in layers]
 
     def _put(self) -> None:
-        for key, function in (self._new or {}).items():
-            for module in self._owners[key]:
-                if key[1] not in vars(module):
-                    vars(module)[key[1]] = types.MethodType(function, module)
-                    self._patched.append((module, key[1]))
+        for key, function in list((self._new or {}).items()):
+            owners, (_, name) = self._owners[key], key
+            if any(getattr(type(module), name, None) is not self._originals[key] for module in owners):
+                number = next(n for n, loop in _KNOWN.items() if loop.loops() is self and loop.method == key)
+                self._drop({number: f"{name} of its class has been replaced"})
+                continue
+            for module in owners:
+                if name not in vars(module):
+                    vars(module)[name] = method = types.MethodType(function, module)
+                    self._patched.append((module, name, method))
 
     def _take_out(self) -> None:
-        for module, name in self._patched:
-            vars(module).pop(name, None)
+        for module, name, method in self._patched:
+            if vars(module).get(name) is method:  # the user's code may have set another meanwhile
+                del vars(module)[name]
         self._patched.clear()
 
     def _find(self) -> None:
@@ -179,6 +189,7 @@ class Loops:
             return
         if made is not None:
             self._new[key] = made
+            self._originals[key] = function
             self._owners[key] = owners
             self.called[key] = called
 

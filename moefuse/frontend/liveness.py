@@ -72,6 +72,8 @@ def _statement(node: ast.stmt, after: Names, again: Names, found: dict[ast.For, 
 
 
 def _whole_stores(node: ast.stmt) -> Names:
+    if isinstance(node, ast.AnnAssign) and node.value is None:
+        return frozenset()  # `name: int` assigns nothing
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
     whole: set[str] = set()
     for target in targets:

@@ -19,11 +19,11 @@ from typing import Any
 from torch import nn
 
 from moefuse.frontend import runtime
-from moefuse.frontend.admit import admit, is_cat
+from moefuse.frontend.admit import admit, asks_whether_empty, is_cat
 from moefuse.frontend.effects import root_of
 from moefuse.frontend.liveness import live_names, loads, stores
 from moefuse.frontend.search import Found, loops_of, skip_test, statements, worth_reading
-from moefuse.frontend.source import HELPERS, Source, build, demand_plain, parse
+from moefuse.frontend.source import HELPERS, RefusedError, Source, build, demand_plain, parse
 
 
 def rewrite(
@@ -50,7 +50,14 @@ def rewrite(
         for owner in owners:
             admit(loop, source, owner, live[loop.node], called)
         loop.number = number(source, loop)
+    shared = [name for loop in found for name in loop.lists]
+    if twice := sorted(name for name in shared if shared.count(name) > 1):
+        raise RefusedError(f"several loops append to the list `{twice[0]}`", source.definition.lineno)
     definition = _Rewriter(found, source.definition).visit(source.definition)
+    for loop in found:
+        if loop.lists:  # what is asked of the list where the loop didn't run
+            nothing = ast.Assign([ast.Name(_token(loop), ast.Store())], ast.Constant(None))
+            definition.body.insert(0, ast.copy_location(nothing, source.definition.body[0]))
     return build(source, definition, runtime)
 
 
@@ -108,6 +115,25 @@ class _Rewriter(ast.NodeTransformer):
                 _helper("result", ast.Name(self.lists[node.args[0].id], ast.Load()), node), node
             )
         return node
+
+    def visit_If(self, node: ast.If) -> ast.stmt:
+        """`if outputs:` has the answer that the data give."""
+        self.generic_visit(node)
+        node.test = self._asked(node.test)
+        return node
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
+        """`a if outputs else b`."""
+        self.generic_visit(node)
+        node.test = self._asked(node.test)
+        return node
+
+    def _asked(self, test: ast.expr) -> ast.expr:
+        for asked in asks_whether_empty(test):
+            if isinstance(asked, ast.Name) and asked.id in self.lists:
+                load = ast.Name(self.lists[asked.id], ast.Load())
+                return ast.copy_location(_helper("filled", load, ast.Name(asked.id, ast.Load()), test), test)
+        return test
 
     def visit_Assign(self, node: ast.Assign) -> ast.stmt:
         """`counts = counts.cpu().numpy()`, of which only elements are used."""

@@ -102,6 +102,13 @@ def result(token: Any, value: Any) -> Any:
     return value
 
 
+def filled(token: Any, values: list[Any], test: Any) -> Any:
+    """What a test says of a list that the loop appends to, where the data decide whether anything is in it."""
+    if token is not None and torch.compiler.is_compiling() and values:
+        torch.ops.moefuse.filled(token)
+    return test
+
+
 def rows(token: Any, values: Any) -> Any:
     """What `for row in values` runs over."""
     if token is None or not torch.compiler.is_compiling() or not _depends_on_data(values):

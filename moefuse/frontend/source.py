@@ -6,12 +6,15 @@ own text.
 """
 
 import ast
+import functools
 import inspect
-import textwrap
+import linecache
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 GRADIENT_MODES = frozenset(("no_grad", "enable_grad", "inference_mode"))
 """Decorators that are known: `torch.no_grad()` and the like."""
@@ -53,10 +56,13 @@ def parse(function: Callable[..., Any]) -> Source:
     line = inner.__code__.co_firstlineno
     try:
         lines, start = inspect.getsourcelines(inner)
-        tree = ast.parse(textwrap.dedent("".join(lines)))
+        # Within an `if`, for dedenting would change what is inside of strings.
+        tree = ast.parse("if True:\n" + "".join(lines) if lines[0][:1].isspace() else "".join(lines))
     except (OSError, TypeError, SyntaxError):
         raise RefusedError("its source can't be read", line) from None
     definition = tree.body[0] if tree.body else None
+    if isinstance(definition, ast.If):
+        definition, start = definition.body[0], start - 1
     if not isinstance(definition, ast.FunctionDef) or definition.name != inner.__code__.co_name:
         raise RefusedError("its source can't be read", line)
     ast.increment_lineno(tree, start - 1)
@@ -66,22 +72,81 @@ def parse(function: Callable[..., Any]) -> Source:
 def demand_plain(function: Callable[..., Any], source: Source) -> None:
     """RefusedError where a function is more than its definition, or its definition means something else elsewhere."""
     inner, definition = source.function, source.definition
-    known = all(_known_decorator(one, inner) for one in definition.decorator_list)
-    if not known or (inner is not function and not definition.decorator_list):
+    step: Any = function
+    for decorator in definition.decorator_list:
+        if not _known_decorator(decorator, inner) or not _is_made_by(decorator, step):
+            raise RefusedError("it is wrapped by a decorator that may do anything", definition.lineno)
+        step = step.__wrapped__
+    if step is not inner:
         raise RefusedError("it is wrapped by a decorator that may do anything", definition.lineno)
     for node in ast.walk(definition):
         if isinstance(node, ast.Attribute) and node.attr.startswith("__") and not node.attr.endswith("__"):
             raise RefusedError(f"it uses a name that is private to its class, {node.attr}", node.lineno)
+    if not _is_same(_compiled(inner.__code__), inner.__code__):
+        raise RefusedError(
+            "its source isn't what runs: the file has changed since, or the code", definition.lineno
+        )
 
 
 def _known_decorator(decorator: ast.expr, function: types.FunctionType) -> bool:
+    plain = isinstance(decorator, ast.Call) and not decorator.args and not decorator.keywords
     target = decorator.func if isinstance(decorator, ast.Call) else decorator
     return (
-        isinstance(target, ast.Attribute)
+        (plain or target is decorator)
+        and isinstance(target, ast.Attribute)
         and target.attr in GRADIENT_MODES
         and isinstance(target.value, ast.Name)
-        and getattr(function.__globals__.get(target.value.id), "__name__", "") == "torch"
+        and function.__globals__.get(target.value.id) is torch
     )
+
+
+def _is_made_by(decorator: ast.expr, outer: Any) -> bool:
+    """True when a function is what torch's decorator makes, and not what somebody has put around that."""
+    target = decorator.func if isinstance(decorator, ast.Call) else decorator
+    if not isinstance(outer, types.FunctionType) or outer.__code__ is not torch.no_grad()(_nothing).__code__:
+        return False
+    context = inspect.getclosurevars(outer).nonlocals.get("ctx_factory")
+    assert isinstance(target, ast.Attribute)
+    return type(getattr(context, "__self__", None)) is getattr(torch, target.attr)
+
+
+def _nothing() -> None:
+    """For `_is_made_by` to decorate."""
+
+
+def _compiled(code: types.CodeType) -> types.CodeType | None:
+    """What the text at the place of a function's definition is compiled to, the file's text as it is now."""
+    for found in _codes(code.co_filename, "".join(linecache.getlines(code.co_filename))):
+        if (found.co_name, found.co_firstlineno) == (code.co_name, code.co_firstlineno):
+            return found
+    return None
+
+
+@functools.lru_cache(maxsize=64)
+def _codes(file: str, text: str) -> list[types.CodeType]:
+    """All code in a file: whole, for what a name means to the compiler depends on the imports around it."""
+    try:
+        found = [compile(text, file, "exec", dont_inherit=True)]
+    except SyntaxError:
+        return []
+    for code in found:
+        found += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return found
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """True for constants, code among them, that can't be told apart."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, types.CodeType):
+        fields = "code names varnames freevars cellvars argcount posonlyargcount kwonlyargcount exceptiontable flags"
+        alike = all(getattr(one, f"co_{name}") == getattr(other, f"co_{name}") for name in fields.split())
+        return alike and _is_same(one.co_consts, other.co_consts)
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, frozenset):
+        return sorted(map(repr, one)) == sorted(map(repr, other))
+    return repr(one) == repr(other)
 
 
 def build(source: Source, definition: ast.FunctionDef, helpers: Any) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from moefuse.graph import sizes
 from moefuse.patterns.facts import Axis, Cases, Count, Expr, Fact, Group, Leaf
@@ -50,6 +51,7 @@ class Marked:
     end: Node | None = None
     iterations: int = 0
     assumed: list[Node] = field(default_factory=list)
+    filled: list[Node] = field(default_factory=list)
     results: list[Node] = field(default_factory=list)
     place: dict[Node, int] = field(default_factory=dict)
     crossing: set[Node] = field(default_factory=set)
@@ -80,6 +82,8 @@ def collect(graph: Graph) -> list[Marked]:
             found[argument(node, 0)].results.append(node)
         elif name in ("assume", "assume_size", "never"):
             found[argument(node, 0)].assumed.append(node)
+        elif name == "filled":
+            found[argument(node, 0)].filled.append(node)
         elif name == "within":
             bounds.append(node)
     for loop in found.values():
@@ -190,6 +194,8 @@ class Prover:
         if len(ids) != 1:
             raise _Unproved(f"it looks at several ids: {', '.join(sorted(node.name for node in ids))}")
         (leaf,) = ids
+        if loop.filled:
+            self._demand_chosen(leaf, set(experts.values()))
         for k in impossible:
             self._demand_impossible(leaf, experts.get(k, k))
         leaving = [
@@ -318,6 +324,15 @@ class Prover:
         if (most := _choices(ids)) is None or most > expert:
             raise _Unproved(
                 f"there are no weights for expert {expert}, and `{ids.name}` isn't known not to choose it"
+            )
+
+    def _demand_chosen(self, ids: Node, experts: set[int]) -> None:
+        """There are ids, and each chooses one of these experts."""
+        most, size = _choices(ids), value(ids).numel()
+        some = statically_known_true(size >= 1)
+        if most is None or not some or not set(range(most)) <= experts:
+            raise _Unproved(
+                f"it asks whether its list is empty, and `{ids.name}` isn't known to choose any of its experts"
             )
 
     def _within(self, loop: Marked) -> list[Expr]:

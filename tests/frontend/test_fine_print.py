@@ -1,0 +1,236 @@
+"""Loops that nearly are what is fused: what they do besides has to stay as it was written."""
+
+import functools
+import importlib.util
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import moefuse
+from tests.frontend import models
+from tests.frontend.models import E, H, K
+from tests.frontend.test_loops import FP32, lonely, reports_of, tokens
+
+
+def stays(model: nn.Module, *inputs: Any) -> str:
+    """Why nothing is fused; the outputs are the original's."""
+    reports, outputs = reports_of(model, *inputs)
+    assert sum(report.fused for report in reports) == 0
+    for x, got in zip(inputs, outputs, strict=True):
+        with torch.no_grad():
+            assert torch.equal(got, model(x))
+    return " ".join(site.reason for report in reports for site in report.sites)
+
+
+def doubling(function: Any) -> Any:
+    @functools.wraps(function)
+    def inner(*args: Any) -> Any:
+        return function(*args) * 2
+
+    return inner
+
+
+class NoGrad(models.Base):
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == e)
+            if token.numel() == 0:
+                continue
+            y.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        return y
+
+
+class WrappedLater(NoGrad):
+    forward = doubling(NoGrad.forward)
+
+
+class ReadLater(models.Base):
+    """A function made before the loop reads what the loop assigns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        y = torch.zeros_like(x)
+        last = 0
+
+        def scale() -> int:
+            return last
+
+        for e in range(E):
+            token, slot = torch.where(ids == e)
+            if token.numel() == 0:
+                continue
+            last = e
+            y.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+        return y * scale()
+
+
+class Annotated(models.Base):
+    """`place: int` assigns nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        y = torch.zeros_like(x)
+        place = 0
+        for e in range(E):
+            place: int
+            token, slot = torch.where(ids == e)
+            if token.numel() == 0:
+                continue
+            y.index_add_(0, token, self.experts[place](x[token]) * weights[token, slot, None])
+            place = place + 1
+        return y
+
+
+class InOrder(models.Base):
+    """Rows sorted by expert; what is different in the loop, and behind it, are methods."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.ids(x)
+        order = ids.view(-1).argsort(stable=True)
+        rows = x[order // K]
+        counts = (ids.view(-1, 1) == torch.arange(E)).sum(0).tolist()
+        outputs = []
+        start = 0
+        for e, n in enumerate(counts):
+            end = start + n
+            if n == 0:
+                continue
+            outputs.append(self.experts[e](rows[start:end]))
+            start = end
+        if not outputs:
+            return x
+        outs = torch.cat(outputs)
+        new = torch.empty_like(outs)
+        new[order] = outs
+        return (new.view(*ids.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+    def ids(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.route(x)
+
+
+class Unrouted(InOrder):
+    """The ids are -1 where x is: nobody may be routed."""
+
+    def ids(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x[:, :K], x[:, :K].long()
+
+
+class AsksInside(models.Base):
+    """The first expert that works isn't its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        order = ids.view(-1).argsort(stable=True)
+        rows = x[order // K]
+        counts = torch.bincount(ids.view(-1), minlength=E).tolist()
+        outputs = []
+        start = 0
+        for e, n in enumerate(counts):
+            end = start + n
+            if n == 0:
+                continue
+            expert = self.experts[e]
+            if not outputs:
+                expert = self.experts[0]
+            outputs.append(expert(rows[start:end]))
+            start = end
+        outs = torch.cat(outputs)
+        new = torch.empty_like(outs)
+        new[order] = outs
+        return (new.view(*ids.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
+@pytest.mark.parametrize(
+    ("style", "words"),
+    [
+        (WrappedLater, "wrapped by a decorator"),
+        (ReadLater, "`last` is read by a function that may run later"),
+        (Annotated, "leaves something behind that is no tensor"),
+        (AsksInside, "used for more than a torch.cat"),
+        (Unrouted, "whether its list is empty"),
+    ],
+)
+def test_it_stays_as_it_is(style: type[nn.Module], words: str) -> None:
+    assert words in stays(lonely(style()), tokens(), torch.full((6, H), -1.0))
+
+
+def test_whether_a_list_is_empty_is_known_where_each_token_chooses() -> None:
+    model = lonely(InOrder())
+    x = tokens()
+    reports, (got,) = reports_of(model, x)
+    assert [site.fused for report in reports for site in report.sites] == [True]
+    torch.testing.assert_close(got, model(x), atol=FP32, rtol=FP32)
+
+
+def test_a_file_that_was_edited_is_not_what_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (
+        "import torch\nfrom tests.frontend.models import Base\n\n\nclass Edited(Base):\n"
+        "    def forward(self, x):\n        weights, ids = self.route(x)\n        y = torch.zeros_like(x)\n"
+        "        for e, expert in enumerate(self.experts):\n            token, slot = torch.where(ids == e)\n"
+        "            if token.numel() == 0:\n                continue\n"
+        "            y.index_add_(0, token, expert(x[token]) * weights[token, slot, None] * 1.0)\n"
+        "        return y\n"
+    )
+    path = tmp_path / "edited.py"
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location("edited", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "edited", module)
+    spec.loader.exec_module(module)
+    path.write_text(text.replace("* 1.0", "* 3.0"))
+    assert "its source isn't what runs" in stays(lonely(module.Edited()), tokens())
+
+
+class Empty(models.Empty):
+    """Of its own, for a test to change."""
+
+    forward = models.Empty.forward
+
+    def later(self, x: Tensor) -> Tensor:
+        return x * 7
+
+
+def test_a_class_that_is_changed_later_counts() -> None:
+    model, x = lonely(Empty()), tokens()
+    fused = moefuse.compile(model, inner="eager")
+    with torch.no_grad():
+        fused(x)
+        Empty.forward = doubling(models.Empty.forward)  # type: ignore[method-assign]
+        try:
+            assert torch.equal(fused(x), model(x))
+        finally:
+            Empty.forward = models.Empty.forward  # type: ignore[method-assign]
+
+
+class Patching(models.Base):
+    """It replaces itself while it runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == e)
+            if token.numel() == 0:
+                continue
+            y.index_add_(0, token, expert(x[token]) * weights[token, slot, None])
+        self.forward = types.MethodType(Empty.later, self)  # type: ignore[method-assign]
+        return y
+
+
+def test_what_the_model_sets_stays_set() -> None:
+    model, x = lonely(Patching()), tokens()
+    fused = moefuse.compile(model, inner="eager")
+    with torch.no_grad():
+        fused(x)
+        assert torch.equal(fused(x), x * 7)
+        assert torch.equal(model(x), x * 7)
