@@ -42,6 +42,12 @@ def compile(
     OptionError at once for unknown names and impossible values.
     """
     parsed = Options.parse(options)
+    if isinstance(
+        model, torch._dynamo.OptimizedModule
+    ):  # compiled already: as torch.compile, compile what is in it
+        model = model._orig_mod
+    elif isinstance(model, FrontEnd):
+        model = model._model
     arguments: dict[str, Any] = {"backend": "moefuse", "fullgraph": fullgraph, "dynamic": dynamic}
     arguments["options"] = options or None
     run = FrontEnd(model, lambda frame: torch.compile(frame, **arguments), parsed, _to_journal, fullgraph)
@@ -166,7 +172,8 @@ def _of_tracing(error: Exception) -> bool:
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     dependent = isinstance(error, GuardOnDataDependentSymNode | torch._dynamo.exc.UserError)
-    return dependent or NO_BOUND in str(error)
+    pending = "PendingUnbackedSymbolNotFound" in str(error)
+    return dependent or pending or NO_BOUND in str(error)
 
 
 def _has_begun(error: Exception) -> bool:

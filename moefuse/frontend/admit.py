@@ -9,7 +9,7 @@ import ast
 from torch import nn
 
 from moefuse.frontend.effects import Calls, root_of
-from moefuse.frontend.liveness import Live, loads, stores
+from moefuse.frontend.liveness import Live, loads, stores, whole_stores
 from moefuse.frontend.search import Found, ifs, skip_test, statements
 from moefuse.frontend.source import RefusedError, Source
 
@@ -40,6 +40,9 @@ def admit(loop: Found, source: Source, owner: nn.Module, live: Live, called: lis
     for name in loop.lists:
         _check_list(name, node, definition)
     loop.results = sorted((carried - offsets | changed) - set(loop.lists))
+    for name in loop.results:
+        if name not in _bound_before(node, definition):
+            raise RefusedError(f"`{name}`, used after it, may be assigned nowhere but in it", node.lineno)
     if stores(node.target) & live.after:
         raise RefusedError("the loop's variable is read after the loop", node.lineno)
 
@@ -60,6 +63,29 @@ def _check_scopes(loop: ast.For, definition: ast.FunctionDef) -> None:
 
 _LATER = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.GeneratorExp | ast.ClassDef
 _SEES_LOCALS = frozenset(("locals", "vars", "eval", "exec", "dir"))
+
+
+def _bound_before(loop: ast.For, definition: ast.FunctionDef) -> frozenset[str]:
+    """The names that have a value for sure when the loop begins."""
+    arguments = {a.arg for a in ast.walk(definition.args) if isinstance(a, ast.arg)}
+    return _bound(definition.body, loop) | arguments
+
+
+def _bound(body: list[ast.stmt], loop: ast.For | None) -> frozenset[str]:
+    """The names that statements assign in any case; with a loop, on the way to it."""
+    names: frozenset[str] = frozenset()
+    for node in body:
+        if node is loop:
+            break
+        blocks = [getattr(node, block, []) for block in ("body", "orelse", "finalbody")]
+        if loop is not None and (around := [b for b in blocks if any(loop is n for n in statements(b))]):
+            return names | _bound(around[0], loop)
+        names |= whole_stores(node)
+        if isinstance(node, ast.If):
+            names |= _bound(node.body, None) & _bound(node.orelse, None)
+        elif isinstance(node, ast.With):
+            names |= _bound(node.body, None)
+    return names
 
 
 def _check_statement(node: ast.stmt, loop: ast.For, definition: ast.FunctionDef) -> None:

@@ -57,7 +57,7 @@ def _statement(node: ast.stmt, after: Names, again: Names, found: dict[ast.For, 
             live |= loads(item)
         return live
     if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr):
-        return (after - _whole_stores(node)) | loads(node)
+        return (after - whole_stores(node)) | loads(node)
     if isinstance(node, ast.Return | ast.Raise):
         return loads(node)
     if isinstance(node, ast.Continue | ast.Break):
@@ -71,7 +71,10 @@ def _statement(node: ast.stmt, after: Names, again: Names, found: dict[ast.For, 
     return live
 
 
-def _whole_stores(node: ast.stmt) -> Names:
+def whole_stores(node: ast.stmt) -> Names:
+    """The names that an assignment gives new values."""
+    if not isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign):
+        return frozenset()
     if isinstance(node, ast.AnnAssign) and node.value is None:
         return frozenset()  # `name: int` assigns nothing
     targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]

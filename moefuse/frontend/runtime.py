@@ -164,8 +164,9 @@ def integer(value: Any) -> Any:
 
 
 def plain(values: Any) -> Iterable[Any]:
-    """values.cpu().numpy(), iterated over: a list while Dynamo traces."""
-    return values.tolist() if torch.compiler.is_compiling() else values.cpu().numpy()  # type: ignore[no-any-return]
+    """values.cpu().numpy(), iterated over: a list of numbers while Dynamo traces."""
+    listed = torch.compiler.is_compiling() and values.dim() == 1
+    return values.tolist() if listed else values.cpu().numpy()  # type: ignore[no-any-return]
 
 
 def skips(token: Any, left: Any, relation: str, right: Any) -> Any:
@@ -176,7 +177,7 @@ def skips(token: Any, left: Any, relation: str, right: Any) -> Any:
         torch.ops.moefuse.assume(token, left, relation, right)
         return False
     test = RELATIONS[relation](left, right)
-    if isinstance(left, Row) or guard_or_true(test) == guard_or_false(test):
+    if not isinstance(left, int) or guard_or_true(test) == guard_or_false(test):
         return test
     torch.ops.moefuse.assume_size(token, left, relation, right)
     return False

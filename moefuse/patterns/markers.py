@@ -11,7 +11,9 @@ Both are the same where
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
+import sympy
 import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -76,6 +78,10 @@ def collect(graph: Graph) -> list[Marked]:
         name = op_name(node).removeprefix(PREFIX) if op_name(node).startswith(PREFIX) else ""
         if name == "loop":
             found[node] = Marked(int(argument(node, 0)), node)
+        elif name == "within":
+            bounds.append(node)
+        elif name and argument(node, 0) not in found:
+            continue  # of a loop in a graph before this one: it isn't proved there, for its token goes out
         elif name in ("every", "end"):
             setattr(found[argument(node, 0)], name, node)
         elif name == "result":
@@ -84,11 +90,11 @@ def collect(graph: Graph) -> list[Marked]:
             found[argument(node, 0)].assumed.append(node)
         elif name == "filled":
             found[argument(node, 0)].filled.append(node)
-        elif name == "within":
-            bounds.append(node)
     for loop in found.values():
         if loop.end is None:
             loop.problem = "the graph breaks inside of the loop"
+        elif any(user.op == "output" for user in loop.token.users):
+            loop.problem = "the graph breaks before all that leaves the loop is used"
         else:
             _lay_out(loop)
             loop.problem = _escape(loop)
@@ -109,6 +115,8 @@ def _escape(loop: Marked) -> str:
     for node, k in loop.place.items():
         if _random(node):
             return f"`{node.name}` draws random numbers in the loop"
+        if not _holds_for_none(node):
+            return f"`{node.name}` claims what isn't so for an expert without tokens"
         if _is_plain_size(node):
             continue
         for user in node.users:
@@ -121,14 +129,38 @@ def _escape(loop: Marked) -> str:
 
 
 def _let_out(user: Node, loop: Marked) -> bool:
-    """True for a result marker, a list that one lets out, and assertions."""
-    if user in loop.results or op_name(user).startswith("aten::_assert"):
+    """True for a result marker, a list that one lets out, and assertions that hold for no rows too."""
+    if user in loop.results:
         return True
+    if op_name(user).startswith("aten::_assert"):
+        return _holds_for_none(user)
     others = [reader for reader in user.users if reader not in loop.results]
     return (
         op_name(user) == "aten::cat"
         and len(others) < len(user.users)
         and all(op_name(reader) == "aten::sym_size" for reader in others)
+    )
+
+
+def _holds_for_none(node: Node) -> bool:
+    """False for an assertion, or a size, that needs rows: the original asserts nothing of what it skips."""
+    val = value(argument(node, 0)) if op_name(node).startswith("aten::_assert") else value(node)
+    if op_name(node).startswith("aten::_assert"):
+        return val is True or (isinstance(val, torch.SymBool) and _without_rows(val) == sympy.true)
+    if not isinstance(val, torch.SymInt) or _is_plain_size(node):
+        return True
+    shape_env = val.node.shape_env
+    return all(
+        not shape_env.is_unbacked_symint(symbol) or shape_env.bound_sympy(symbol).lower <= 0
+        for symbol in val.node.expr.free_symbols
+    )
+
+
+def _without_rows(claim: torch.SymBool) -> Any:
+    """What becomes of a claim where all sizes that depend on data are zero."""
+    shape_env, expr = claim.node.shape_env, claim.node.expr
+    return expr.xreplace(
+        {symbol: sympy.S.Zero for symbol in expr.free_symbols if shape_env.is_unbacked_symint(symbol)}
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import moefuse
 from tests.frontend import models
@@ -148,6 +149,40 @@ class AsksInside(models.Base):
         return (new.view(*ids.shape, -1) * weights.unsqueeze(-1)).sum(1)
 
 
+class LastOne(models.Base):
+    """What the last expert that worked has computed, where it is asked for."""
+
+    wanted = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == e)
+            if token.numel() == 0:
+                continue
+            out = expert(x[token])
+            y.index_add_(0, token, out * weights[token, slot, None])
+        if self.wanted:
+            return y + out.sum()
+        return y
+
+
+class Matrix(models.Base):
+    """Counts as a matrix: its rows are no numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        y = torch.zeros_like(x)
+        table = F.one_hot(ids, E).sum(1).T.cpu().numpy()
+        for e in range(E):
+            if table[e].sum() == 0:
+                continue
+            token, slot = torch.where(ids == e)
+            y.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+        return y
+
+
 @pytest.mark.parametrize(
     ("style", "words"),
     [
@@ -155,6 +190,9 @@ class AsksInside(models.Base):
         (ReadLater, "`last` is read by a function that may run later"),
         (Annotated, "leaves something behind that is no tensor"),
         (AsksInside, "used for more than a torch.cat"),
+        (models.Asserting, "claims what isn't so for an expert without tokens"),
+        (LastOne, "may be assigned nowhere but in it"),
+        (Matrix, "no routing operation in this graph"),
         (Unrouted, "whether its list is empty"),
     ],
 )
@@ -234,3 +272,21 @@ def test_what_the_model_sets_stays_set() -> None:
         fused(x)
         assert torch.equal(fused(x), x * 7)
         assert torch.equal(model(x), x * 7)
+
+
+def test_no_tokens_after_some() -> None:
+    model = lonely(InOrder())
+    fused = moefuse.compile(model, inner="eager")
+    with torch.no_grad():
+        for x in (tokens(), tokens(5)[:0], tokens(5)):
+            torch.testing.assert_close(fused(x), model(x), atol=FP32, rtol=FP32)
+
+
+def test_what_is_compiled_already_is_compiled_anew() -> None:
+    model, x = lonely(models.Empty()), tokens()
+    twice = moefuse.compile(moefuse.compile(model, inner="eager"), inner="eager")
+    function = moefuse.compile(moefuse.compile(model.forward, inner="eager"), inner="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(twice(x), model(x), atol=FP32, rtol=FP32)
+        assert moefuse.reports()[-1].fused
+        torch.testing.assert_close(function(x), model(x), atol=FP32, rtol=FP32)
