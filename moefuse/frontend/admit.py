@@ -8,24 +8,23 @@ import ast
 
 from torch import nn
 
-from moefuse.frontend.effects import Calls, root_of
+from moefuse.frontend.effects import Calls
 from moefuse.frontend.liveness import Live, loads, stores, whole_stores
+from moefuse.frontend.lookup import root_of
 from moefuse.frontend.search import Found, ifs, skip_test, statements
 from moefuse.frontend.source import RefusedError, Source
 
 
-def admit(loop: Found, source: Source, owner: nn.Module, live: Live, called: list[nn.Module]) -> None:
-    """RefusedError where the loop does more than the graph will show; otherwise fills in what leaves it.
-
-    called: is filled with the modules that the loop calls.
-    """
+def admit(loop: Found, source: Source, owner: nn.Module, live: Live) -> None:
+    """RefusedError where the loop does more than the graph will show; otherwise fills in what leaves it."""
     node, definition = loop.node, source.definition
     if node.orelse:
         raise RefusedError("the loop has an else branch", node.lineno)
     _check_scopes(node, definition)
     for inner in statements(node.body):
         _check_statement(inner, node, definition)
-    Calls(source, owner, called).check_all(node.body)
+    calls = Calls(source, owner)
+    calls.check_all(node.body)
     body = ast.Module(node.body, [])
     written = stores(body)
     carried = {name for name in written if name in live.after or name in live.head}
@@ -40,7 +39,11 @@ def admit(loop: Found, source: Source, owner: nn.Module, live: Live, called: lis
     for name in loop.lists:
         _check_list(name, node, definition)
     loop.results = sorted((carried - offsets | changed) - set(loop.lists))
-    for name in loop.results:
+    # What an iteration finds: lists that it appends to are looked at already, `self` and globals by name.
+    found = (live.head | loads(node.iter)) & calls.scope.local - {calls.scope.self_name, *loop.lists}
+    loop.changed = sorted(found & calls.changed)
+    loop.seen = sorted(found - calls.changed)
+    for name in (*loop.results, *loop.changed, *loop.seen):
         if name not in _bound_before(node, definition):
             raise RefusedError(f"`{name}`, used after it, may be assigned nowhere but in it", node.lineno)
     if stores(node.target) & live.after:

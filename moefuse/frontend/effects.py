@@ -3,56 +3,22 @@
 In: functions and modules that a loop over experts calls. Out: nothing, or `RefusedError` naming the line that has an
 effect: an expert that the original skips would have it too many times. Effects on tensors needn't be found here: they
 are values in the captured graph, where the lifter follows them.
+
+Code may read tensors, numbers and the like, and call modules, functions and torch's operators on them. What it reads
+of `self` or of globals is looked up, never run: no list, no dictionary and no object that could be changed is ever in
+its hands, but those that it makes itself. Arguments are tensors and numbers too: calls get nothing else, and those of
+a loop's own function are looked at when it runs (`runtime.seen`).
 """
 
 import ast
-import builtins
 import types
 from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any
 
-import torch
 from torch import nn
 
+from moefuse.frontend.lookup import DATA, UNKNOWN, Scope, harmless, of_torch, root_of
 from moefuse.frontend.source import RefusedError, Source, read
-
-PURE = frozenset(
-    (
-        *(
-            "len",
-            "range",
-            "int",
-            "float",
-            "bool",
-            "min",
-            "max",
-            "abs",
-            "sum",
-            "enumerate",
-            "zip",
-            "isinstance",
-            "getattr",
-        ),
-        *(
-            "list",
-            "tuple",
-            "slice",
-            "reversed",
-            "sorted",
-            "round",
-            "hasattr",
-            "str",
-            "dict",
-            "set",
-            "super",
-            "type",
-        ),
-    )
-)
-"""Builtins without effects."""
-
-READERS = frozenset(("items", "keys", "values", "get"))
-"""Methods of containers that only read."""
 
 DEEPEST = 8
 """How deep calls are followed."""
@@ -73,22 +39,39 @@ _FORBIDDEN = {
     ast.NamedExpr: "assigns inside of an expression",
 }
 
+_LOOKS_AT_MODULES = frozenset(("len", "isinstance", "enumerate", "zip"))
+_OUTLIVES = frozenset(
+    ("requires_grad_", "register_hook", "backward", "retain_grad", "share_memory_", "set_", "resize_")
+)
+"""Methods of tensors whose effect isn't a value in the graph."""
+
 
 def demand_pure_module(module: nn.Module) -> None:
     """RefusedError unless running the module, and all modules in it, only computes."""
+    if nn.modules.module._has_any_global_hook():
+        raise RefusedError("there are hooks on all modules")
     known: set[Any] = set()
     for part in module.modules():
+        name = type(part).__name__
         if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
-            raise RefusedError(f"{type(part).__name__} has hooks")
+            raise RefusedError(f"{name} has hooks")
+        if "forward" in vars(part):
+            raise RefusedError(f"{name}.forward is replaced on the instance")
         if type(part).__module__.startswith("torch.nn."):
             continue
-        if "forward" in vars(part):
-            raise RefusedError(f"{type(part).__name__}.forward is replaced on the instance")
-        # Modules of a class differ in the functions they hold.
-        key = (type(part), *((name, id(held)) for name, held in vars(part).items() if callable(held)))
+        for method in ("__call__", "_call_impl", "__getattr__", "__getattribute__"):
+            if getattr(type(part), method) is not getattr(nn.Module, method):
+                raise RefusedError(f"{name} has its own {method}")
+        # Modules of a class differ in what they hold.
+        key = (type(part), *((held, id(value)) for held, value in vars(part).items() if not _own(held)))
         if key not in known:
             known.add(key)
             demand_pure_function(type(part).forward, part)
+
+
+def _own(name: str) -> bool:
+    """Attributes that every module has for itself: what differs there are parameters."""
+    return name in ("_parameters", "_buffers", "_modules") or name.endswith("_hooks")
 
 
 def demand_pure_function(function: Callable[..., Any], owner: nn.Module | None, depth: int = 0) -> None:
@@ -96,29 +79,31 @@ def demand_pure_function(function: Callable[..., Any], owner: nn.Module | None, 
     if depth > DEEPEST:
         raise RefusedError(f"`{function.__name__}` calls too deep to follow")
     source = read(function)
-    Calls(source, owner, [], depth).check_all(source.definition.body)
+    defaults = (*(source.function.__defaults__ or ()), *(source.function.__kwdefaults__ or {}).values())
+    if not all(harmless(value) for value in defaults):
+        raise RefusedError(
+            f"`{function.__name__}` has a default that may be changed", source.definition.lineno
+        )
+    calls = Calls(source, owner, depth)
+    calls.check_all(source.definition.body)
+    if given := sorted(calls.changed & calls.scope.parameters):
+        raise RefusedError(
+            f"`{function.__name__}` changes its argument `{given[0]}`", source.definition.lineno
+        )
 
 
 class Calls(ast.NodeVisitor):
     """Checks the calls and statements of one function, and of everything that it calls.
 
-    owner: what `self` is. called: is filled with the modules that are called.
+    owner: what `self` is. changed: the names of what is changed
+    in place by code that means something else for a list than for a tensor.
     """
 
-    def __init__(
-        self, source: Source, owner: nn.Module | None, called: list[nn.Module], depth: int = 0
-    ) -> None:
+    def __init__(self, source: Source, owner: nn.Module | None, depth: int = 0) -> None:
         self.source = source
-        self.owner = owner
-        self.called = called
+        self.scope = Scope(source, owner)
         self.depth = depth
-        arguments = source.definition.args
-        self.self_name = arguments.args[0].arg if owner is not None and arguments.args else None
-        self.locals = {
-            n.id
-            for n in ast.walk(source.definition)
-            if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
-        } | {a.arg for a in ast.walk(arguments) if isinstance(a, ast.arg)}
+        self.changed: set[str] = set()
 
     def check_all(self, body: list[ast.stmt]) -> None:
         """Visit statements."""
@@ -127,9 +112,7 @@ class Calls(ast.NodeVisitor):
 
     def refuse(self, node: ast.AST, what: str) -> RefusedError:
         """The error that names the line."""
-        line = getattr(node, "lineno", 0)
-        where = "" if self.source.definition is None else f"`{self.source.definition.name}` "
-        return RefusedError(f"{where}{what}", line)
+        return RefusedError(f"`{self.source.definition.name}` {what}", getattr(node, "lineno", 0))
 
     def generic_visit(self, node: ast.AST) -> None:
         """Everything that isn't looked at below: its parts, unless it is an effect by itself."""
@@ -137,20 +120,98 @@ class Calls(ast.NodeVisitor):
             raise self.refuse(node, what)
         super().generic_visit(node)
 
+    # --- what is read
+
+    def visit_Name(self, node: ast.Name) -> None:
+        """Reading a name."""
+        if isinstance(node.ctx, ast.Load):
+            self._read(node)
+
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        """Setting an attribute outlives the call."""
+        """Reading an attribute; setting one outlives the call."""
         if not isinstance(node.ctx, ast.Load):
             raise self.refuse(node, f"sets `{ast.unparse(node)}`")
-        self.visit(node.value)
+        self._read(node)
 
     def visit_Subscript(self, node: ast.Subscript) -> None:
-        """Writing to an element of something that isn't local outlives the call."""
+        """Reading an element; writing to one of something that isn't local outlives the call."""
+        if isinstance(node.ctx, ast.Load):
+            self._read(node)
+            return
+        self._change(node)
+        self._indices(node)
+
+    def _read(self, node: ast.expr, *, callables: bool = False) -> None:
+        """A value that can't be changed; with `callables`, a module or a function."""
+        for value in self.scope.values(node):
+            if not (
+                harmless(value) or (callables and isinstance(value, nn.Module | types.FunctionType | type))
+            ):
+                raise self.refuse(
+                    node, f"reads `{ast.unparse(node)}`, which may be more than tensors and numbers"
+                )
+        self._indices(node)
+
+    def _indices(self, node: ast.expr) -> None:
+        """Visit what isn't a path itself in `a.b[i].c`."""
+        while isinstance(node, ast.Attribute | ast.Subscript):
+            if isinstance(node, ast.Subscript):
+                self.visit(node.slice)
+            node = node.value
+        if not isinstance(node, ast.Name):
+            self.visit(node)
+
+    def _taken(self, node: ast.expr) -> None:
+        """A value that is given a name, or run over: it may be a module or a function."""
+        if isinstance(node, ast.IfExp):
+            self.visit(node.test)
+            self._taken(node.body)
+            self._taken(node.orelse)
+        elif isinstance(node, ast.Name | ast.Attribute | ast.Subscript):
+            self._read(node, callables=True)
+        else:
+            self.visit(node)
+
+    # --- what is written
+
+    def _change(self, node: ast.expr) -> None:
         root = root_of(node)
-        if not isinstance(node.ctx, ast.Load) and (
-            root is None or root not in self.locals or root == self.self_name
-        ):
+        if root is None or root == self.scope.self_name or root not in self.scope.local:
             raise self.refuse(node, f"sets `{ast.unparse(node)}`")
-        super().generic_visit(node)
+        self.changed |= self.scope.aliases(root)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        """Names, and elements of tensors."""
+        for target in node.targets:
+            self.visit(target)
+        if all(isinstance(target, ast.Name) for target in node.targets):
+            self._taken(node.value)
+        else:
+            self.visit(node.value)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        """What is annotated isn't evaluated for a local name."""
+        self.visit(node.target)
+        if node.value is not None:
+            self.visit(node.value)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        """`x += y` changes a list, and everybody's who has it."""
+        self.visit(node.target)
+        if isinstance(node.target, ast.Name):
+            self._change(node.target)
+        self.visit(node.value)
+
+    def visit_For(self, node: ast.For) -> None:
+        """A loop may run over modules."""
+        self._taken(node.iter)
+        self.check_all([*node.body, *node.orelse])
+
+    def visit_comprehension(self, node: ast.comprehension) -> None:
+        """So may a comprehension."""
+        self._taken(node.iter)
+        for test in node.ifs:
+            self.visit(test)
 
     def visit_Expr(self, node: ast.Expr) -> None:
         """A call for its effect: a tensor's in-place method is followed in the graph, anything else isn't."""
@@ -162,145 +223,46 @@ class Calls(ast.NodeVisitor):
             return
         function = call.func
         in_place = isinstance(function, ast.Attribute) and function.attr.endswith("_")
-        if not in_place and not self.appends(call):
+        if not in_place and not self._appends(call):
             raise self.refuse(node, f"calls `{ast.unparse(function)}` for an effect")
         self.visit(call)
 
-    def appends(self, call: ast.Call) -> bool:
-        """True for `name.append(value)` on a local list."""
+    def _appends(self, call: ast.Call) -> bool:
+        """True for `name.append(value)` on a list that the function has made."""
         function = call.func
         return (
             isinstance(function, ast.Attribute)
             and function.attr == "append"
             and isinstance(function.value, ast.Name)
-            and function.value.id in self.locals
+            and self.scope.is_own_list(function.value.id)
         )
 
+    # --- what is called
+
     def visit_Call(self, node: ast.Call) -> None:
-        """What is called must be known and pure."""
-        if not self.appends(node):
-            self._callee(node.func)
+        """What is called must be known and pure; what it is given, tensors and numbers."""
+        looks = isinstance(node.func, ast.Name) and node.func.id in _LOOKS_AT_MODULES
+        if not self._appends(node):
+            values = self.scope.values(node.func)
+            for value in values or [UNKNOWN]:
+                self._callee(node.func, value)
+            self._indices(node.func)
         for part in (*node.args, *(keyword.value for keyword in node.keywords)):
-            self.visit(part)
+            if looks and isinstance(part, ast.Name | ast.Attribute | ast.Subscript):
+                self._read(part, callables=True)
+            else:
+                self.visit(part)
 
-    def _callee(self, function: ast.expr) -> None:
-        root = root_of(function)
-        if root is not None and root == self.self_name and self.owner is not None:
-            self._member(function)
-        elif root is None or root in self.locals:
-            self._local(function)
-        else:
-            self._global(function)
-
-    def _local(self, function: ast.expr) -> None:
-        """A method of a local value, which is taken for a tensor, or a local that holds one of the owner's modules."""
-        if isinstance(function, ast.Attribute):
-            if not hasattr(torch.Tensor, function.attr) and function.attr not in READERS:
-                raise self.refuse(function, f"calls `{ast.unparse(function)}`, which isn't known")
-            self.visit(function.value)
+    def _callee(self, function: ast.expr, value: Any) -> None:
+        if value is DATA and isinstance(function, ast.Attribute) and function.attr not in _OUTLIVES:
+            return  # a tensor's method: it has no other
+        if isinstance(value, nn.Module) and value is not self.scope.owner:
+            demand_pure_module(value)
+        elif isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
+            demand_pure_function(value.__func__, value.__self__, self.depth + 1)
+        elif value is not DATA and of_torch(value):
             return
-        members = self._members(function.id) if isinstance(function, ast.Name) else None
-        if not members:
-            raise self.refuse(function, f"calls `{ast.unparse(function)}`, which isn't known")
-        for member in members:
-            self._module(function, getattr(self.owner, member, None))
-
-    def _members(self, name: str) -> set[str] | None:
-        """The attributes of `self` that a name is taken out of, wherever it is assigned; None if it may be more."""
-        values: list[ast.expr] = []
-        for node in ast.walk(self.source.definition):
-            if isinstance(node, ast.Assign) and any(_binds(target, name) for target in node.targets):
-                values.append(node.value)
-            elif isinstance(node, ast.For | ast.comprehension) and _binds(node.target, name):
-                values.append(node.iter)
-        found: set[str] = set()
-        for value in values:
-            whole = value.args if _enumerates(value) else [value]
-            # Of what is enumerated beside the modules (numbers, tensors), nothing can be called.
-            paths = [path_of(part) for part in whole if root_of(part) == self.self_name]
-            if self.owner is None or not paths or any(len(path) < 2 for path in paths):
-                return None
-            found |= {path[1] for path in paths}
-        return found or None
-
-    def _module(self, function: ast.expr, value: Any) -> None:
-        if not isinstance(value, nn.Module):
-            raise self.refuse(function, f"calls `{ast.unparse(function)}`, which isn't known")
-        demand_pure_module(value)
-        self.called.append(value)
-
-    def _member(self, function: ast.expr) -> None:
-        """`self.method`, `self.module`, `self.experts[e]`, `self.w.view`."""
-        value: Any = self.owner
-        path = path_of(function)[1:]
-        if not path and isinstance(function, ast.Subscript) and self.owner is not None:
-            for child in self.owner.children():  # a ModuleList or ModuleDict of one's own: self[key](...)
-                self._module(function, child)
-            return
-        for name in path:
-            if isinstance(value, torch.Tensor):
-                return
-            if not hasattr(value, name):
-                raise self.refuse(function, f"calls `{ast.unparse(function)}`, which isn't known")
-            value = getattr(value, name)
-        if isinstance(value, nn.Module) and value is not self.owner:
-            self._module(function, value)
-        elif isinstance(value, types.MethodType) and value.__self__ is self.owner:
-            demand_pure_function(value.__func__, self.owner, self.depth + 1)
-        else:
-            self._object(function, value)
-
-    def _global(self, function: ast.expr) -> None:
-        first, *rest = path_of(function)
-        inner = self.source.function
-        cells = dict(zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True))
-        if first in cells:
-            value: Any = cells[first].cell_contents
-        else:
-            value = inner.__globals__.get(first, getattr(builtins, first, None))
-            if value is getattr(builtins, first, function) and first not in PURE:
-                raise self.refuse(function, f"calls `{first}`")
-        for name in rest:
-            value = getattr(value, name, None)
-        self._object(function, value)
-
-    def _object(self, function: ast.expr, value: Any) -> None:
-        module = getattr(value, "__module__", None) or ""
-        name = getattr(value, "__name__", "")
-        if module.split(".")[0] in ("torch", "math") or (module == "builtins" and name in PURE):
-            return
-        if isinstance(getattr(value, "__self__", None), type(torch._C._VariableFunctions)):
-            return
-        if isinstance(value, types.FunctionType):
+        elif isinstance(value, types.FunctionType):
             demand_pure_function(value, None, self.depth + 1)
-            return
-        raise self.refuse(function, f"calls `{ast.unparse(function)}`, which isn't known")
-
-
-def root_of(node: ast.expr) -> str | None:
-    """The name at which `a.b[c].d` begins; None for anything else."""
-    while isinstance(node, ast.Attribute | ast.Subscript):
-        node = node.value
-    return node.id if isinstance(node, ast.Name) else None
-
-
-def path_of(node: ast.expr) -> list[str]:
-    """`a.b[c].d` as [a, b, d]."""
-    path: list[str] = []
-    while isinstance(node, ast.Attribute | ast.Subscript):
-        if isinstance(node, ast.Attribute):
-            path.insert(0, node.attr)
-        node = node.value
-    return [node.id, *path] if isinstance(node, ast.Name) else path
-
-
-def _enumerates(value: ast.expr) -> TypeGuard[ast.Call]:
-    return (
-        isinstance(value, ast.Call)
-        and isinstance(value.func, ast.Name)
-        and value.func.id in ("enumerate", "zip")
-    )
-
-
-def _binds(target: ast.expr, name: str) -> bool:
-    return any(isinstance(n, ast.Name) and n.id == name for n in ast.walk(target))
+        else:
+            raise self.refuse(function, f"calls `{ast.unparse(function)}`, which isn't known")

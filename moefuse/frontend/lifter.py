@@ -17,8 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from moefuse.frontend.effects import demand_pure_module
-from moefuse.frontend.rewrite import rewrite
+from moefuse.frontend.rewrite import examine, rewrite
 from moefuse.frontend.search import Found
 from moefuse.frontend.source import RefusedError, Source
 from moefuse.patterns.markers import UnprovedError
@@ -55,13 +54,12 @@ def known(number: int) -> Known:
 class Loops:
     """The rewritten loops of a model.
 
-    version: changes whenever code goes back to its original. called: the modules that a method's loops call.
+    version: changes whenever code goes back to its original.
     """
 
     def __init__(self, model: Callable[..., Any] | None) -> None:
         self._refused: list[LayerReport] = []
         self.version = 0
-        self.called: dict[tuple[type, str], list[nn.Module]] = {}
         self._lock = threading.RLock()
         self._calls = 0
         self._model = model
@@ -113,6 +111,12 @@ class Loops:
             if active:
                 self.refuse(active)
         return bool(active)
+
+    def examine(self, method: tuple[type, str]) -> None:
+        """RefusedError if a method that was rewritten wouldn't be any more."""
+        with self._lock:
+            if method in self._owners:
+                examine(self._originals[method], self._owners[method])
 
     def take_refused(self) -> tuple[LayerReport, ...]:
         """The report entries of loops that stay as they are, each once."""
@@ -172,11 +176,10 @@ class Loops:
 
         function = getattr(kind, name)
         owners = [module for _, module in members]
-        called: list[nn.Module] = []
         if any(name in vars(module) for module in owners):
             return  # the user's own replacement
         try:
-            made = rewrite(function, owners, number, called)
+            made = rewrite(function, owners, number)
         except RefusedError as refusal:
             file = getattr(getattr(function, "__code__", None), "co_filename", "")
             self._report(layers, f"{file}:{refusal.line}", f"{kind.__name__}.{name}", refusal.reason)
@@ -191,7 +194,6 @@ class Loops:
             self._new[key] = made
             self._originals[key] = function
             self._owners[key] = owners
-            self.called[key] = called
 
 
 def _chooses(module: nn.Module) -> bool:
@@ -212,13 +214,12 @@ def _methods(kind: type) -> list[str]:
 
 
 def hooked(number: int) -> str:
-    """Why a rewritten loop may not be used any more: hooks that came later; "" if it may."""
+    """Why a rewritten loop may not be used any more: hooks, or other modules, that came later; "" if it may."""
     loops = _KNOWN[number].loops()
     if loops is None:
         return "its model is gone"
     try:
-        for module in loops.called.get(_KNOWN[number].method, ()):
-            demand_pure_module(module)
+        loops.examine(_KNOWN[number].method)
     except RefusedError as refusal:
         return refusal.reason
     return ""

@@ -20,8 +20,8 @@ from torch import nn
 
 from moefuse.frontend import runtime
 from moefuse.frontend.admit import admit, asks_whether_empty, is_cat
-from moefuse.frontend.effects import root_of
 from moefuse.frontend.liveness import live_names, loads, stores
+from moefuse.frontend.lookup import root_of
 from moefuse.frontend.search import Found, loops_of, skip_test, statements, worth_reading
 from moefuse.frontend.source import HELPERS, RefusedError, Source, build, demand_plain, parse
 
@@ -30,35 +30,45 @@ def rewrite(
     function: Callable[..., Any],
     owners: Sequence[nn.Module],
     number: Callable[[Source, Found], int],
-    called: list[nn.Module],
 ) -> Callable[..., Any] | None:
     """The function with its loops rewritten, None where it has none.
 
-    owners: the modules whose method it is. number: gives each loop its number. called: is filled with the modules that
-    the loops call. Raises RefusedError where a loop does more than a graph would show.
+    owners: the modules whose method it is. number: gives each loop its number. Raises RefusedError as `examine`.
     """
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    if code is None or not worth_reading(code):
+    source, found = examine(function, owners)
+    if source is None:
         return None
-    source = parse(function)
-    found = list(loops_of(source.definition))
-    if not found:
-        return None
-    demand_plain(function, source)
-    live = live_names(source.definition.body)
     for loop in found:
-        for owner in owners:
-            admit(loop, source, owner, live[loop.node], called)
         loop.number = number(source, loop)
-    shared = [name for loop in found for name in loop.lists]
-    if twice := sorted(name for name in shared if shared.count(name) > 1):
-        raise RefusedError(f"several loops append to the list `{twice[0]}`", source.definition.lineno)
     definition = _Rewriter(found, source.definition).visit(source.definition)
     for loop in found:
         if loop.lists:  # what is asked of the list where the loop didn't run
             nothing = ast.Assign([ast.Name(_token(loop), ast.Store())], ast.Constant(None))
             definition.body.insert(0, ast.copy_location(nothing, source.definition.body[0]))
     return build(source, definition, runtime)
+
+
+def examine(function: Callable[..., Any], owners: Sequence[nn.Module]) -> tuple[Source | None, list[Found]]:
+    """A function's source and the loops in it to rewrite; (None, []) where it has none.
+
+    Raises RefusedError where a loop does more than a graph would show, with the modules as they are now.
+    """
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None or not worth_reading(code):
+        return None, []
+    source = parse(function)
+    found = list(loops_of(source.definition))
+    if not found:
+        return None, []
+    demand_plain(function, source)
+    live = live_names(source.definition.body)
+    for loop in found:
+        for owner in owners:
+            admit(loop, source, owner, live[loop.node])
+    shared = [name for loop in found for name in loop.lists]
+    if twice := sorted(name for name in shared if shared.count(name) > 1):
+        raise RefusedError(f"several loops append to the list `{twice[0]}`", source.definition.lineno)
+    return source, found
 
 
 # --- the rewritten code -----------------------------------------------------------------------------------
@@ -184,7 +194,12 @@ class _Rewriter(ast.NodeTransformer):
         for name in loop.results:
             value = _helper("result", load, ast.Name(name, ast.Load()))
             after.append(ast.Assign([ast.Name(name, ast.Store())], value))
-        return [ast.copy_location(line, node) for line in (begin, node, *after)]
+        seen = (
+            ast.Tuple([ast.Name(n, ast.Load()) for n in names], ast.Load())
+            for names in (loop.changed, loop.seen)
+        )
+        look = ast.Expr(_helper("seen", load, *seen))
+        return [ast.copy_location(line, node) for line in (begin, look, node, *after)]
 
 
 class _Body(ast.NodeTransformer):

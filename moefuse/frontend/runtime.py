@@ -26,6 +26,9 @@ RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+CONSTANTS = (torch.Tensor, bool, int, float, str, type(None), torch.dtype, torch.device)
+
+
 class NeverError(Exception):
     """Raised in a traced iteration that no run can reach: there are no weights for its expert."""
 
@@ -100,6 +103,19 @@ def result(token: Any, value: Any) -> Any:
         return torch.ops.moefuse.result(token, value)
     torch.ops.moefuse.never(token)  # behind the loop there is no iteration: this is never proved
     return value
+
+
+def seen(token: Any, changed: tuple[Any, ...], read: tuple[Any, ...]) -> None:
+    """What iterations find: tensors and constants, or lists of them; what they change in place is no list."""
+    if token is None or not torch.compiler.is_compiling():
+        return
+    known = all(isinstance(value, CONSTANTS) for value in changed)
+    for value in read:
+        parts = value if isinstance(value, list | tuple) else (value,)
+        for part in parts:
+            known = known and isinstance(part, (*CONSTANTS, tuple, range))
+    if not known:
+        torch.ops.moefuse.never(token)  # in front of the loop there is no iteration: this is never proved
 
 
 def filled(token: Any, values: list[Any], test: Any) -> Any:

@@ -40,6 +40,8 @@ class Found:
     number: int = 0
     results: list[str] = field(default_factory=list)
     lists: list[str] = field(default_factory=list)
+    seen: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
 
 
 def worth_reading(code: types.CodeType) -> bool:

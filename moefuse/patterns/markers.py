@@ -214,7 +214,7 @@ class Prover:
         impossible: list[int] = []
         for node in loop.assumed:
             if node not in loop.place:
-                raise _Unproved("it leaves something behind that is no tensor")
+                raise _Unproved("it uses, or leaves something behind that is no tensor")
             k = loop.place[node]
             if op_name(node) == "moefuse::never":
                 impossible.append(k)

@@ -1,5 +1,6 @@
 """Loops that nearly are what is fused: what they do besides has to stay as it was written."""
 
+import copy
 import functools
 import importlib.util
 import sys
@@ -290,3 +291,118 @@ def test_what_is_compiled_already_is_compiled_anew() -> None:
         torch.testing.assert_close(twice(x), model(x), atol=FP32, rtol=FP32)
         assert moefuse.reports()[-1].fused
         torch.testing.assert_close(function(x), model(x), atol=FP32, rtol=FP32)
+
+
+def with_experts(kind: type[nn.Module]) -> nn.Module:
+    model = models.Empty()
+    model.experts = nn.ModuleList(kind() for _ in range(E))
+    return lonely(model)
+
+
+class Holder(models.Expert):
+    """What the experts below change: none of it is a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[int] = []
+        self.stats = {"calls": 0}
+
+    def work(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+
+class Aliased(Holder):
+    def forward(self, x: Tensor) -> Tensor:
+        stats = self.stats
+        stats["calls"] = stats["calls"] + 1
+        return self.work(x)
+
+
+class Extended(Holder):
+    def forward(self, x: Tensor) -> Tensor:
+        log = self.log
+        log += [1]
+        return self.work(x)
+
+
+class Passing(Holder):
+    def note(self, log: list[int]) -> None:
+        log.append(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.note(self.log)
+        return self.work(x)
+
+
+class Default(Holder):
+    def forward(self, x: Tensor, log: list[int] = []) -> Tensor:  # noqa: B006
+        log.append(1)
+        return self.work(x)
+
+
+class Called(Holder):
+    def __call__(self, x: Tensor) -> Tensor:
+        self.log.append(1)
+        return self.work(x)
+
+
+class Property(Holder):
+    @property
+    def width(self) -> float:
+        self.log.append(1)
+        return 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.gate(x)) * self.up(x)) * self.width
+
+
+@pytest.mark.parametrize("kind", [Aliased, Extended, Passing, Default, Called, Property])
+def test_what_experts_do_besides_happens_as_often_as_written(kind: type[nn.Module]) -> None:
+    model = with_experts(kind)
+    original = copy.deepcopy(model)
+    reports, _ = reports_of(model, tokens())
+    assert sum(report.fused for report in reports) == 0
+    original(tokens())
+    for got, want in zip(model.experts, original.experts, strict=True):  # type: ignore[arg-type]
+        assert (got.log, got.stats) == (want.log, want.stats)
+
+
+class Meter:
+    """No tensor, though its methods are called so."""
+
+    calls = 0
+
+    def log(self, number: float) -> float:
+        self.calls += 1
+        return number
+
+
+class Given(models.Base):
+    """It uses what it is given."""
+
+    def forward(self, x: Tensor, meter: Any, post: Any = None) -> Tensor:
+        weights, ids = self.route(x)
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            token, slot = torch.where(ids == e)
+            if token.numel() == 0:
+                continue
+            y.index_add_(0, token, expert(x[token]) * weights[token, slot, None] * meter.log(1.0))
+        return y
+
+
+def test_an_argument_that_is_no_tensor_is_seen_when_it_is_there() -> None:
+    model, meter, x = lonely(Given()), Meter(), tokens()
+    with torch.no_grad():
+        moefuse.compile(model, inner="eager")(x, meter)
+    assert meter.calls == 3, "one expert has no tokens"
+
+
+def test_other_experts_later_are_looked_at_too() -> None:
+    model, x = lonely(models.Empty()), tokens()
+    fused = moefuse.compile(model, inner="eager")
+    with torch.no_grad():
+        fused(x)
+        model.experts = nn.ModuleList(models.Remembering() for _ in range(E))
+        fused(x)
+    assert [expert.calls for expert in model.experts] == [0, 1, 1, 1]  # type: ignore[union-attr]
