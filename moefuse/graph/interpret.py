@@ -142,6 +142,9 @@ class EagerInterpreter(fx.Interpreter):
         self._remember([t for t in operands if t.requires_grad])
         self._remember(originals.values())
         result = run(target, args, kwargs)
+        if torch.is_grad_enabled() and _name(target) != "detach":
+            followed = {_memory(t) for t, _, required in before if required}
+            result = pytree.tree_map_only(torch.Tensor, lambda t: _without_history(t, followed), result)
         for t, version, required in before:
             if required and not t.requires_grad:
                 raise CaptureError(f"{_name(target)} drops the history of a tensor in place")
@@ -168,6 +171,11 @@ def _cut_history(t: torch.Tensor, originals: dict[int, torch.Tensor]) -> torch.T
     detached = t.detach()
     originals[id(detached)] = t
     return detached
+
+
+def _without_history(t: torch.Tensor, followed: set[StorageWeakRef]) -> torch.Tensor:
+    """`x.data` leaves no node, and would be x: a detach that stands in the graph takes its place."""
+    return t if t.requires_grad or _memory(t) not in followed else t.detach()
 
 
 def _name(target: Any) -> str:

@@ -115,7 +115,8 @@ def _escape(loop: Marked) -> str:
     for node, k in loop.place.items():
         if _random(node):
             return f"`{node.name}` draws random numbers in the loop"
-        if not _holds_for_none(node):
+        counted = argument(node, 1) if node in loop.assumed and len(node.args) > 1 else None
+        if not _holds_for_none(node) or (isinstance(counted, Node) and not _holds_for_none(counted)):
             return f"`{node.name}` claims what isn't so for an expert without tokens"
         if _is_plain_size(node):
             continue
@@ -129,11 +130,9 @@ def _escape(loop: Marked) -> str:
 
 
 def _let_out(user: Node, loop: Marked) -> bool:
-    """True for a result marker, a list that one lets out, and assertions that hold for no rows too."""
-    if user in loop.results:
+    """True for a result marker, a list that one lets out, and assertions: behind the loop the original has them too."""
+    if user in loop.results or op_name(user).startswith("aten::_assert"):
         return True
-    if op_name(user).startswith("aten::_assert"):
-        return _holds_for_none(user)
     others = [reader for reader in user.users if reader not in loop.results]
     return (
         op_name(user) == "aten::cat"
@@ -157,11 +156,15 @@ def _holds_for_none(node: Node) -> bool:
 
 
 def _without_rows(claim: torch.SymBool) -> Any:
-    """What becomes of a claim where all sizes that depend on data are zero."""
+    """What becomes of a claim where all sizes that depend on data are zero.
+
+    An equation of several of them is about the whole: it holds as it does where some are zero.
+    """
     shape_env, expr = claim.node.shape_env, claim.node.expr
-    return expr.xreplace(
-        {symbol: sympy.S.Zero for symbol in expr.free_symbols if shape_env.is_unbacked_symint(symbol)}
-    )
+    unbacked = [symbol for symbol in expr.free_symbols if shape_env.is_unbacked_symint(symbol)]
+    if isinstance(expr, sympy.Eq) and len(unbacked) > 1:
+        return sympy.true
+    return expr.xreplace(dict.fromkeys(unbacked, sympy.S.Zero))
 
 
 def _random(node: Node) -> bool:

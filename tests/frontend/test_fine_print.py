@@ -406,3 +406,25 @@ def test_other_experts_later_are_looked_at_too() -> None:
         model.experts = nn.ModuleList(models.Remembering() for _ in range(E))
         fused(x)
     assert [expert.calls for expert in model.experts] == [0, 1, 1, 1]  # type: ignore[union-attr]
+
+
+class Data(nn.Module):
+    """No gradient goes through `.data`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = models.Empty()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.moe(x).data + self.moe.router(x).sum(-1, keepdim=True)
+
+
+def test_no_gradient_goes_through_data() -> None:
+    model = Data()
+    lonely(model.moe)
+    original = copy.deepcopy(model)
+    moefuse.compile(model, inner="eager")(tokens()).sum().backward()
+    original(tokens()).sum().backward()
+    assert moefuse.reports()[-1].fused
+    for (name, got), want in zip(model.named_parameters(), original.parameters(), strict=True):
+        assert (got.grad is None or not got.grad.any()) == (want.grad is None), name
