@@ -68,9 +68,9 @@ static inline f32v gelu_of(f32v g) {
     return g * select(g < splat(0.f), half_erfc, 1.f - half_erfc);
 }
 
+// As torch writes it: another form is no worse, but its roundings aren't those of the model.
 static inline f32v gelu_tanh_of(f32v g) {
-    // 0.5 (1 + tanh z) = sigmoid(2 z)
-    return g * sigmoid_of(1.59576912f * (g + 0.044715f * g * g * g));
+    return 0.5f * g * (1.f + tanh_of(0.797884561f * (g + 0.044715f * g * g * g)));
 }
 
 static inline f32v clamp(f32v value, float limit) { return at_least(at_most(value, limit), -limit); }
