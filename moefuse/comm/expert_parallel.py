@@ -5,14 +5,13 @@ tokens, and the slots that its experts received. Rows travel as the context says
 target's kernel as a layer with one slot per token.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from moefuse.comm.context import resolve
 from moefuse.comm.routing import Call
 from moefuse.ops.kernels import Kernel, register_communicator
+from moefuse.ops.operands import Operands
 from moefuse.ops.options import Options
 
 
@@ -20,15 +19,8 @@ from moefuse.ops.options import Options
 def run(
     kernel: Kernel,
     context: Tensor,
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    weight1: Sequence[Tensor],
-    weight2: Sequence[Tensor],
-    bias1: Sequence[Tensor],
-    bias2: Sequence[Tensor],
+    operands: Operands,
     options: Options,
-    row_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See the module text. Raises the errors of `CommContext.forward`."""
     # what is applied at home, to the sum over all slots, isn't applied to an expert's rows
@@ -41,8 +33,10 @@ def run(
     )
 
     def experts(rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        return kernel(None, rows, ids, weights, weight1, weight2, bias1, bias2, local, row_scale)[0]
+        own = operands._replace(x=rows, topk_ids=ids, topk_weights=weights)
+        return kernel(None, own, local)[0]
 
+    x, topk_ids, topk_weights = operands[:3]
     return resolve(context).forward(Call(x, topk_ids, topk_weights, options, experts))
 
 

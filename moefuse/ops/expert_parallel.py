@@ -8,7 +8,6 @@ Functional, but every rank must run it as often and in the same order as the oth
 so that no compiler removes it. It has no gradient, and says so where one is asked for.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,27 +16,17 @@ from torch import Tensor
 from moefuse.ops.kernels import communicator, kernel
 from moefuse.ops.library import LIBRARY, TAGS
 from moefuse.ops.mega_moe import SCHEMA, fake
+from moefuse.ops.operands import Operands
 from moefuse.ops.options import Options, check_arguments
 
 
 def _run(
-    context: Tensor,
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    weight1: Sequence[Tensor],
-    weight2: Sequence[Tensor],
-    bias1: Sequence[Tensor],
-    bias2: Sequence[Tensor],
-    row_scale: Tensor | None = None,
-    *,
-    target: str = "reference",
-    **constants: Any,
+    context: Tensor, *tensors: Any, target: str = "reference", **constants: Any
 ) -> tuple[Tensor, Tensor]:
     options = Options(**constants)
-    check_arguments(x, topk_ids, topk_weights, weight1, weight2, bias1, bias2, options, row_scale)
-    layer = (x, topk_ids, topk_weights, weight1, weight2, bias1, bias2, options, row_scale)
-    return communicator()(kernel(target), context, *layer)
+    operands = Operands(*tensors)
+    check_arguments(operands, options)
+    return communicator()(kernel(target), context, operands, options)
 
 
 def _autograd(keyset: torch._C.DispatchKeySet, *args: Any, **constants: Any) -> tuple[Tensor, Tensor]:

@@ -93,20 +93,8 @@ def _cut(flat: Sequence[_T], lengths: Sequence[int]) -> list[list[_T]]:
     return [list(islice(items, length)) for length in lengths]
 
 
-def _run(
-    grad_y: Tensor,
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    weight1: Sequence[Tensor],
-    weight2: Sequence[Tensor],
-    bias1: Sequence[Tensor],
-    bias2: Sequence[Tensor],
-    row_scale: Sequence[Tensor],
-    *,
-    needs: Sequence[bool],
-    **constants: Any,
-) -> list[Tensor]:
+def _run(grad_y: Tensor, *operands: Any, needs: Sequence[bool], **constants: Any) -> list[Tensor]:
+    x, topk_ids, topk_weights, *lists, row_scale = operands
     options = Options(**constants)
     if options.ep_world_size != 1:
         raise ValueError(f"mega_moe_backward: ep_world_size: expected 1, got {options.ep_world_size}")
@@ -115,7 +103,6 @@ def _run(
     # rows of several experts meet in these two, so they are summed wide and rounded once
     grad_x = torch.zeros(x.shape, dtype=dtype, device=x.device)
     grad_weights = torch.zeros(topk_weights.shape, dtype=topk_weights.dtype, device=x.device)
-    lists = (weight1, weight2, bias1, bias2)
     grad_lists = tuple([torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in ts] for ts in lists)
     scale = row_scale[0] if row_scale else None
     # a shared scale gathers from every expert: summed wide as well
@@ -163,21 +150,9 @@ def _expert_gradients(
         return list(torch.autograd.grad(rows, inputs, grad, materialize_grads=True))
 
 
-def _fake(
-    grad_y: Tensor,
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    weight1: Sequence[Tensor],
-    weight2: Sequence[Tensor],
-    bias1: Sequence[Tensor],
-    bias2: Sequence[Tensor],
-    row_scale: Sequence[Tensor],
-    *,
-    needs: Sequence[bool],
-    **constants: Any,
-) -> list[Tensor]:
-    groups = ((x,), (topk_weights,), weight1, weight2, bias1, bias2, row_scale)
+def _fake(grad_y: Tensor, *operands: Any, needs: Sequence[bool], **constants: Any) -> list[Tensor]:
+    x, _, topk_weights, *lists = operands
+    groups = ((x,), (topk_weights,), *lists)
     wanted = (t for group, need in zip(groups, needs, strict=True) if need for t in group)
     return [t.new_empty(t.shape) for t in wanted]
 

@@ -4,12 +4,12 @@ In: targets register here when `moefuse.targets` is imported, the communicator w
 dictionary lookup per call. It lives below both so that the operator depends on neither.
 """
 
-from collections.abc import Sequence
 from importlib import import_module
 from typing import Protocol
 
 from torch import Tensor
 
+from moefuse.ops.operands import Operands
 from moefuse.ops.options import Options
 
 
@@ -19,15 +19,8 @@ class Kernel(Protocol):
     def __call__(
         self,
         context: Tensor | None,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        weight1: Sequence[Tensor],
-        weight2: Sequence[Tensor],
-        bias1: Sequence[Tensor],
-        bias2: Sequence[Tensor],
+        operands: Operands,
         options: Options,
-        row_scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns y [T, O] and expert_token_nums [local experts] int32."""
         ...
@@ -59,15 +52,8 @@ class Communicator(Protocol):
         self,
         kernel: Kernel,
         context: Tensor,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        weight1: Sequence[Tensor],
-        weight2: Sequence[Tensor],
-        bias1: Sequence[Tensor],
-        bias2: Sequence[Tensor],
+        operands: Operands,
         options: Options,
-        row_scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns y [T, O] of this rank's tokens and expert_token_nums [local experts] int32."""
         ...

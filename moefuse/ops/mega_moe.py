@@ -14,6 +14,7 @@ from torch import Tensor
 from moefuse.ops.gradient import MegaMoeFunction
 from moefuse.ops.kernels import kernel
 from moefuse.ops.library import LIBRARY, TAGS
+from moefuse.ops.operands import Operands
 from moefuse.ops.options import Options, check_arguments
 
 # Weights are lists: one stacked 3-D tensor per part ([E, N, H] when transposed, else [E, H, N]; two parts, gate
@@ -31,47 +32,27 @@ SCHEMA = (
 
 
 def _run(
-    context: Tensor | None,
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    weight1: Sequence[Tensor],
-    weight2: Sequence[Tensor],
-    bias1: Sequence[Tensor],
-    bias2: Sequence[Tensor],
-    row_scale: Tensor | None = None,
-    *,
-    target: str = "reference",
-    **constants: Any,
+    context: Tensor | None, *tensors: Any, target: str = "reference", **constants: Any
 ) -> tuple[Tensor, Tensor]:
     options = Options(**constants)
-    bias1, bias2 = bias1 or (), bias2 or ()  # AOTInductor's runtime hands over None for an empty list
-    check_arguments(x, topk_ids, topk_weights, weight1, weight2, bias1, bias2, options, row_scale)
-    return kernel(target)(
-        context, x, topk_ids, topk_weights, weight1, weight2, bias1, bias2, options, row_scale
-    )
+    operands = Operands(*tensors)
+    if (
+        operands.bias1 is None or operands.bias2 is None
+    ):  # what AOTInductor's runtime hands over for an empty list
+        operands = operands._replace(bias1=operands.bias1 or (), bias2=operands.bias2 or ())
+    check_arguments(operands, options)
+    return kernel(target)(context, operands, options)
 
 
 def fake(
-    context: Tensor | None,
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    weight1: Sequence[Tensor],
-    weight2: Sequence[Tensor],
-    bias1: Sequence[Tensor],
-    bias2: Sequence[Tensor],
-    row_scale: Tensor | None = None,
-    *,
-    target: str = "reference",
-    **constants: Any,
+    context: Tensor | None, *tensors: Any, target: str = "reference", **constants: Any
 ) -> tuple[Tensor, Tensor]:
     """The outputs' shapes and dtypes; the token count may be symbolic."""
     options = Options(**constants)
-    out_features = check_arguments(
-        x, topk_ids, topk_weights, weight1, weight2, bias1, bias2, options, row_scale
-    )
+    operands = Operands(*tensors)
+    out_features = check_arguments(operands, options)
     kernel(target)
+    x = operands.x
     y = x.new_empty((x.shape[0], out_features), dtype=options.output_dtype or x.dtype)
     return y, x.new_empty((options.local_experts,), dtype=torch.int32)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moefuse.ops import activations
+from moefuse.ops.operands import Operands
 from moefuse.ops.spec import GateUp, RowNorm, WeightPosition
 
 GATE_UPS: frozenset[str] = frozenset(get_args(GateUp))
@@ -53,21 +54,12 @@ class Options(NamedTuple):
         return self.num_experts // self.ep_world_size
 
 
-def check_arguments(
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    weight1: Sequence[Tensor],
-    weight2: Sequence[Tensor],
-    bias1: Sequence[Tensor],
-    bias2: Sequence[Tensor],
-    options: Options,
-    row_scale: Tensor | None = None,
-) -> int:
+def check_arguments(operands: Operands, options: Options) -> int:
     """Check shapes and dtypes; returns O, the number of output features.
 
     The token count may be symbolic: it is compared, never fixed. Raises ValueError or TypeError.
     """
+    x, topk_ids, topk_weights, weight1, weight2, bias1, bias2, row_scale = operands
     _check_options(options)
     _check_routing(x, topk_ids, topk_weights)
     experts = options.local_experts

@@ -4,11 +4,11 @@ In: nothing. Out: the `Target` base class; each target is a folder beside this f
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import ClassVar
 
 from torch import Tensor
 
+from moefuse.ops.operands import Operands
 from moefuse.ops.options import Options
 from moefuse.ops.spec import MoeSpec
 from moefuse.policy import Verdict, checks_of, judge
@@ -34,15 +34,8 @@ class Target(ABC):
     def run(
         self,
         context: Tensor | None,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        weight1: Sequence[Tensor],
-        weight2: Sequence[Tensor],
-        bias1: Sequence[Tensor],
-        bias2: Sequence[Tensor],
+        operands: Operands,
         options: Options,
-        row_scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute the layer: y [T, O] and expert_token_nums [E] int32.
 

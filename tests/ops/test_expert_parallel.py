@@ -71,9 +71,9 @@ def test_no_compiler_removes_it_or_runs_it_twice(context, backend, monkeypatch) 
     from moefuse.comm import expert_parallel
     from moefuse.ops import kernels
 
-    def counted(kernel, context, x, *args):
-        ran.append(x[0, 0].item())
-        return expert_parallel.run(kernel, context, x, *args)
+    def counted(kernel, context, operands, options):
+        ran.append(operands.x[0, 0].item())
+        return expert_parallel.run(kernel, context, operands, options)
 
     monkeypatch.setattr(kernels, "_COMMUNICATORS", [counted])
 

@@ -14,6 +14,7 @@ import torch
 from hypothesis import assume, given, settings
 
 from moefuse import targets
+from moefuse.ops.operands import Operands
 from moefuse.ops.options import Options
 from moefuse.targets.cpu import build, huge_pages, isa, kernel, torch_kernel
 from tests.ops.moe_loop import GATED, PLAIN, Layer, layers, make_layer
@@ -40,7 +41,7 @@ def library(name: str) -> ctypes.CDLL:
 
 def arguments(layer: Layer) -> tuple:
     """Of a call that the kernel takes."""
-    args = (*layer.args[1:8], Options(**layer.kwargs))
+    args = (Operands(*layer.args[1:]), Options(**layer.kwargs))
     assert kernel.supports(*args) == ""
     return args
 
@@ -50,7 +51,7 @@ def exact(layer: Layer) -> torch.Tensor:
     x, ids, weights, *lists = layer.args[1:8]
     lists = [[tensor.double() for tensor in tensors] for tensors in lists]
     options = Options(**layer.kwargs)._replace(output_dtype=torch.float64, product_dtype=None)
-    return targets.get("reference").run(None, x.double(), ids, weights.double(), *lists, options)[0]
+    return targets.get("reference").run(None, Operands(x.double(), ids, weights.double(), *lists), options)[0]
 
 
 @pytest.mark.parametrize("name", ISAS)
@@ -80,7 +81,7 @@ def test_as_exact_as_torch_operators(name, shape) -> None:
 @settings(max_examples=60)
 @given(layer=layers(DTYPES))
 def test_any_layer(name: str, layer: Layer) -> None:
-    assume(not kernel.supports(*layer.args[1:8], Options(**layer.kwargs)))
+    assume(not kernel.supports(Operands(*layer.args[1:]), Options(**layer.kwargs)))
     y, nums = kernel.run(library(name), *arguments(layer))
     want, counts = layer.loop()
     assert nums.tolist() == counts
@@ -102,8 +103,9 @@ def test_activations_are_rounded_as_the_model_rounds_them(name, activation, acti
         1, gate_up="concat" if gated else "none", activation=activation[0], activation_params=activation[1],
         activation_dtype=activation_dtype,
     )  # fmt: skip
-    args = (g, torch.zeros(200, 1, dtype=torch.int32), torch.ones(200, 1), [w1], [w1[:, :1]], [], [], options)
-    got, want = kernel.run(library(name), *args)[0], torch_kernel.run(*args)[0]
+    operands = Operands(g, torch.zeros(200, 1, dtype=torch.int32), torch.ones(200, 1), [w1], [w1[:, :1]])
+    got, _ = kernel.run(library(name), operands, options)
+    want, _ = torch_kernel.run(operands, options)
     # the last bit of exp decides now and then
     assert (got != want).float().mean() <= 0.02
 
@@ -165,17 +167,17 @@ def test_swapped_data_is_seen() -> None:
 )
 def test_what_runs_in_torch_operators_instead(changes, options, reason) -> None:
     layer = make_layer(1, **changes)
-    assert reason in kernel.supports(*layer.args[1:8], Options(**layer.kwargs)._replace(**options))
+    assert reason in kernel.supports(Operands(*layer.args[1:]), Options(**layer.kwargs)._replace(**options))
 
 
 def test_expert_tensors_of_another_dtype_run_in_torch_operators() -> None:
     """Reading bfloat16 weights as float32 would be garbage without an error."""
     layer = make_layer(1, bias=(True, True))
     for position in (4, 5, 6, 7):
-        args = list(layer.args[1:8])
+        args = list(layer.args[1:])
         args[position - 1] = [tensor.bfloat16() for tensor in args[position - 1]]
         assert "an expert tensor is torch.bfloat16 and x is" in kernel.supports(
-            *args, Options(**layer.kwargs)
+            Operands(*args), Options(**layer.kwargs)
         )
 
 
@@ -184,7 +186,7 @@ def test_strides_that_no_form_reads_run_in_torch_operators() -> None:
     (weight,) = layer.args[4]
     both = torch.empty(*weight.shape, 2)[..., 0].copy_(weight)
     assert "one of the last two must be 1" in kernel.supports(
-        *layer.args[1:4], [both], *layer.args[5:8], Options(**layer.kwargs)
+        Operands(*layer.args[1:4], [both], *layer.args[5:]), Options(**layer.kwargs)
     )
     layer.args = (*layer.args[:4], [both], *layer.args[5:])
     torch.testing.assert_close(layer.call("cpu")[0].double(), layer.loop()[0], rtol=1e-5, atol=1e-5)

@@ -9,6 +9,7 @@ import torch
 
 from moefuse import targets
 from moefuse.ops import kernels
+from moefuse.ops.operands import Operands
 from moefuse.ops.options import Options
 from moefuse.ops.spec import MoeSpec
 from moefuse.targets import Target
@@ -34,8 +35,8 @@ def test_a_registered_target_runs_under_the_operator(monkeypatch) -> None:
     class Toy(Target):
         name = "toy"
 
-        def run(self, context, x, *rest):
-            return x + 1, torch.zeros(rest[6].num_experts, dtype=torch.int32)
+        def run(self, context, operands, options):
+            return operands.x + 1, torch.zeros(options.num_experts, dtype=torch.int32)
 
     monkeypatch.setattr(targets, "_TARGETS", dict(targets._TARGETS))
     monkeypatch.setattr(kernels, "_KERNELS", dict(kernels._KERNELS))
@@ -62,18 +63,19 @@ def test_reference_sums_in_the_dtype_asked_for() -> None:
     # 1 + 2^-30 is lost in float32 and kept in float64
     x, e = torch.ones(1, 1), torch.tensor([[0, 1]])
     weights = torch.tensor([[1.0, 2.0**-30]])
-    args = (None, x, e, weights, [torch.ones(2, 1, 1)], [torch.ones(2, 1, 1)], [], [])
+    operands = Operands(x, e, weights, [torch.ones(2, 1, 1)], [torch.ones(2, 1, 1)])
     options = Options(2, gate_up="none", activation="identity", output_dtype=torch.float64)
     reference = targets.get("reference")
-    assert reference.run(*args, options)[0].item() == 1
-    assert reference.run(*args, options, accumulate=torch.float64)[0].item() == 1 + 2.0**-30
+    assert reference.run(None, operands, options)[0].item() == 1
+    assert reference.run(None, operands, options, accumulate=torch.float64)[0].item() == 1 + 2.0**-30
 
 
 def test_reference_is_differentiable_by_itself() -> None:
     layer = make_layer(1, dtype=torch.float64)
     layer.x.requires_grad_()
     options = Options(**layer.kwargs)
-    (direct,) = torch.autograd.grad(targets.get("reference").run(*layer.args, options)[0].sum(), layer.x)
+    y, _ = targets.get("reference").run(None, Operands(*layer.args[1:]), options)
+    (direct,) = torch.autograd.grad(y.sum(), layer.x)
     (operator,) = torch.autograd.grad(layer.call("cpu")[0].sum(), layer.x)
     torch.testing.assert_close(direct, operator)
 

@@ -4,10 +4,9 @@ In: a layer's tensors on the CPU. Out: y and the slots each expert received. The
 call that it supports, torch operators (torch_kernel.py) take the others, and all of them where no kernel can be built.
 """
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
+from moefuse.ops.operands import Operands
 from moefuse.ops.options import Options
 from moefuse.targets.base import Target
 from moefuse.targets.cpu import kernel, torch_kernel
@@ -21,15 +20,8 @@ class CpuTarget(Target):
     def run(
         self,
         context: Tensor | None,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        weight1: Sequence[Tensor],
-        weight2: Sequence[Tensor],
-        bias1: Sequence[Tensor],
-        bias2: Sequence[Tensor],
+        operands: Operands,
         options: Options,
-        row_scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """As `Target.run`, on one rank."""
         if options.ep_world_size != 1:
@@ -37,7 +29,6 @@ class CpuTarget(Target):
                 f"mega_moe: ep_world_size: this target runs on one rank, got {options.ep_world_size}"
             )
         library = kernel.load()
-        arguments = (x, topk_ids, topk_weights, weight1, weight2, bias1, bias2, options)
-        if isinstance(library, str) or row_scale is not None or kernel.supports(*arguments):
-            return torch_kernel.run(*arguments, row_scale)
-        return kernel.run(library, *arguments)
+        if isinstance(library, str) or kernel.supports(operands, options):
+            return torch_kernel.run(operands, options)
+        return kernel.run(library, operands, options)

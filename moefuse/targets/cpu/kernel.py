@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moefuse.ops import activations
+from moefuse.ops.operands import Operands
 from moefuse.ops.options import Options
 from moefuse.targets.cpu import build, huge_pages, isa
 
@@ -79,19 +80,12 @@ def _open(chosen: isa.Isa) -> ctypes.CDLL | str:
     return library
 
 
-def supports(
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    weight1: Sequence[Tensor],
-    weight2: Sequence[Tensor],
-    bias1: Sequence[Tensor],
-    bias2: Sequence[Tensor],
-    options: Options,
-) -> str:
-    """Why the C++ kernel can't take this call, "" when it can. Arguments as `Target.run` gets them."""
+def supports(operands: Operands, options: Options) -> str:
+    """Why the C++ kernel can't take this call, "" when it can."""
+    x, topk_ids, topk_weights, weight1, weight2, bias1, bias2, row_scale = operands
     return (
         _options(x.dtype, options)
+        or ("" if row_scale is None else "a row scale is applied by torch operators")
         or ("" if topk_ids.numel() <= _MOST_SLOTS else f"more than {_MOST_SLOTS} slots")
         or _placement((x, topk_ids, topk_weights, *weight1, *weight2, *bias1, *bias2))
         or _same_dtype(x.dtype, (*weight1, *weight2, *bias1, *bias2))
@@ -144,16 +138,11 @@ def _same_strides(name: str, tensors: Sequence[Tensor]) -> str:
 
 def run(
     library: ctypes.CDLL,
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    weight1: Sequence[Tensor],
-    weight2: Sequence[Tensor],
-    bias1: Sequence[Tensor],
-    bias2: Sequence[Tensor],
+    operands: Operands,
     options: Options,
 ) -> tuple[Tensor, Tensor]:
     """y [T, O] and expert_token_nums [E] int32; `supports` has said yes. Raises MemoryError."""
+    x, topk_ids, topk_weights, weight1, weight2, bias1, bias2, _ = operands
     tokens, hidden = x.shape
     experts, outputs = options.num_experts, weight2[0].shape[-2 if options.transpose_weight2 else -1]
     inner = weight2[0].shape[-1 if options.transpose_weight2 else -2]

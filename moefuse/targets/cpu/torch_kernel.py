@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moefuse.ops.expert import activated, normalised, of_expert, scale_rows, split_gate_up, sum_dtype
+from moefuse.ops.operands import Operands
 from moefuse.ops.options import Options
 from moefuse.targets.cpu.gemm import multiply_into
 
@@ -26,17 +27,11 @@ _COMBINE_TOKENS = 64
 
 @torch.no_grad()  # the operator has its own gradient; nothing here may record one
 def run(
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    weight1: Sequence[Tensor],
-    weight2: Sequence[Tensor],
-    bias1: Sequence[Tensor],
-    bias2: Sequence[Tensor],
+    operands: Operands,
     options: Options,
-    row_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """y [T, O] and expert_token_nums [E] int32; see `Target.run`."""
+    x, topk_ids, topk_weights, weight1, weight2, bias1, bias2, row_scale = operands
     sorted_ids, order = topk_ids.reshape(-1).sort(stable=True)
     experts, identities = options.num_experts, options.num_identity_experts
     edges = torch.searchsorted(sorted_ids, _expert_range(experts, identities, topk_ids.dtype), out_int32=True)

@@ -3,8 +3,6 @@
 In: a layer's tensors. Out: y and the slots each expert received. Written for clarity: one loop over experts.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -17,6 +15,7 @@ from moefuse.ops.expert import (
     scale_of,
     sum_dtype,
 )
+from moefuse.ops.operands import Operands
 from moefuse.ops.options import Options
 from moefuse.targets.base import Target
 
@@ -29,15 +28,8 @@ class ReferenceTarget(Target):
     def run(
         self,
         context: Tensor | None,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        weight1: Sequence[Tensor],
-        weight2: Sequence[Tensor],
-        bias1: Sequence[Tensor],
-        bias2: Sequence[Tensor],
+        operands: Operands,
         options: Options,
-        row_scale: Tensor | None = None,
         accumulate: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor]:
         """As `Target.run`. `accumulate` is the dtype of the sum over slots: float32, or float64 for float64."""
@@ -45,6 +37,7 @@ class ReferenceTarget(Target):
             raise ValueError(
                 f"mega_moe: ep_world_size: this target runs on one rank, got {options.ep_world_size}"
             )
+        x, topk_ids, topk_weights, weight1, weight2, bias1, bias2, row_scale = operands
         experts = options.num_experts
         dtype = accumulate or sum_dtype(x.dtype)
         out_features = weight2[0].shape[-2 if options.transpose_weight2 else -1]
