@@ -14,7 +14,7 @@ from moefuse.graph import sizes
 from moefuse.passes.counts import Counts
 from moefuse.passes.emit import Emitter
 from moefuse.patterns.facts import Axis, Conflict, Dims, Expr, Leaf, group_size
-from moefuse.patterns.router import walk
+from moefuse.patterns.pointwise import walk
 from moefuse.patterns.rules import READS_NO_ELEMENT, op_name, value
 from moefuse.patterns.site import Site
 

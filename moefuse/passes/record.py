@@ -16,7 +16,7 @@ from moefuse.passes.fuse import operand_leaves
 from moefuse.passes.lift import Candidate
 from moefuse.patterns.engine import Lifted
 from moefuse.patterns.facts import Expr, Fact, Leaf, Lost
-from moefuse.patterns.router import walk
+from moefuse.patterns.pointwise import walk
 from moefuse.patterns.rules import READS_NO_ELEMENT, op_name, value
 from moefuse.patterns.words import words
 from moefuse.report.region import Loss, NodeView, Region, Role

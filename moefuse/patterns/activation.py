@@ -18,7 +18,7 @@ import torch
 from moefuse.ops import program as programs
 from moefuse.ops.activations import ACTIVATIONS, CUSTOM
 from moefuse.patterns.facts import Conflict, Const, Expr, Op
-from moefuse.patterns.router import is_rounding
+from moefuse.patterns.pointwise import is_rounding
 from moefuse.patterns.rules import value
 
 MAX_CONSTANTS = 8

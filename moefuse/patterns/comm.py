@@ -11,7 +11,7 @@ from collections.abc import Callable
 from torch.fx import Node
 
 from moefuse.patterns.facts import At, Conflict, Const, Dot, Fact, Leaf, Perm
-from moefuse.patterns.router import pointwise, walk
+from moefuse.patterns.pointwise import pointwise, walk
 from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
 from moefuse.patterns.unify import Unifier
 

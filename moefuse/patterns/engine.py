@@ -15,12 +15,14 @@ from torch.fx import Graph, Node
 from moefuse.graph import sizes
 from moefuse.patterns import (
     comm,
+    counts,
     finalize_routing,
     grouped_matmul,
     init_routing,
     loops,
     markers,
     pieces,
+    pointwise,
     router,
     structure,
 )
@@ -44,7 +46,9 @@ from moefuse.patterns.rules import READS_NO_ELEMENT, Outcome, argument, op_name,
 from moefuse.patterns.site import Site, assemble
 from moefuse.patterns.unify import Unifier, fresh
 
-COMPONENTS = (structure, router, init_routing, pieces, grouped_matmul, finalize_routing, loops, markers, comm)
+COMPONENTS = (
+    structure, pointwise, counts, router, init_routing, pieces, grouped_matmul, finalize_routing, loops, markers, comm,
+)  # fmt: skip
 """The files whose import fills the rule book."""
 
 

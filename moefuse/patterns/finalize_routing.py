@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from moefuse.graph import sizes
 from moefuse.graph.sizes import Size
+from moefuse.patterns.counts import count_of
 from moefuse.patterns.facts import (
     At,
     Axis,
@@ -30,8 +31,9 @@ from moefuse.patterns.facts import (
 )
 from moefuse.patterns.init_routing import describe_index, take_by
 from moefuse.patterns.loops import add_case, constant, pick_of, write_back
+from moefuse.patterns.pointwise import EXACT, walk
 from moefuse.patterns.products import row_features
-from moefuse.patterns.router import EXACT, count_of, distinct, topk_of, vanishes, walk
+from moefuse.patterns.router import distinct, topk_of, vanishes
 from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
 from moefuse.patterns.structure import regroup
 from moefuse.patterns.unify import Unifier, bind, bind_group

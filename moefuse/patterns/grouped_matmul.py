@@ -33,7 +33,7 @@ from moefuse.patterns.facts import (
     group_size,
 )
 from moefuse.patterns.finalize_routing import summed
-from moefuse.patterns.router import broadcast, expert_weight, strip_casts, walk
+from moefuse.patterns.pointwise import broadcast, expert_weight, strip_casts, walk
 from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
 from moefuse.patterns.structure import cut
 from moefuse.patterns.unify import Unifier, bind

@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from moefuse.graph import sizes
 from moefuse.graph.sizes import Size
+from moefuse.patterns.counts import covers
 from moefuse.patterns.facts import (
     At,
     Axis,
@@ -27,7 +28,8 @@ from moefuse.patterns.facts import (
     Pos,
     group_size,
 )
-from moefuse.patterns.router import chosen_from, covers, has_perm, pointwise, topk_of
+from moefuse.patterns.pointwise import pointwise
+from moefuse.patterns.router import chosen_from, has_perm, topk_of
 from moefuse.patterns.rules import Lifting, Outcome, argument, is_float, op_name, rule, value
 from moefuse.patterns.structure import regroup
 from moefuse.patterns.unify import Unifier, bind, bind_fact, bind_group

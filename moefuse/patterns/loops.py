@@ -9,6 +9,7 @@ from torch.fx import Node
 
 from moefuse.graph import sizes
 from moefuse.patterns.capacity import dropped
+from moefuse.patterns.counts import covers
 from moefuse.patterns.facts import (
     Axis,
     Case,
@@ -30,8 +31,9 @@ from moefuse.patterns.facts import (
     Sum,
     group_axes,
 )
+from moefuse.patterns.pointwise import is_rounding, pointwise, walk
 from moefuse.patterns.products import ADD, factors, times
-from moefuse.patterns.router import covers, distinct, is_rounding, pointwise, walk
+from moefuse.patterns.router import distinct
 from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
 from moefuse.patterns.unify import Unifier
 

@@ -19,9 +19,10 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from moefuse.graph import sizes
+from moefuse.patterns.counts import count_of
 from moefuse.patterns.facts import Axis, Cases, Count, Expr, Fact, Group, Leaf
 from moefuse.patterns.loops import constant, pick_of
-from moefuse.patterns.router import count_of, topk_of
+from moefuse.patterns.router import topk_of
 from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
 
 PREFIX = "moefuse::"

@@ -12,6 +12,7 @@ from typing import Any
 from torch.fx import Node
 
 from moefuse.graph import sizes
+from moefuse.patterns.counts import covers, joined_counts
 from moefuse.patterns.facts import (
     Axis,
     Conflict,
@@ -31,7 +32,8 @@ from moefuse.patterns.facts import (
     Tally,
     group_axes,
 )
-from moefuse.patterns.router import chosen_from, covers, distinct, joined_counts, topk_of, walk
+from moefuse.patterns.pointwise import walk
+from moefuse.patterns.router import chosen_from, distinct, topk_of
 from moefuse.patterns.rules import Lifting, Outcome, argument, rule, value
 from moefuse.patterns.unify import Unifier, bind
 

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Node
 
 from moefuse.patterns.facts import Axis, Conflict, Const, Dense, Dot, Expr, Leaf, Mean, Op, group_axes
-from moefuse.patterns.router import ROUNDING, is_rounding, strip_casts, walk
+from moefuse.patterns.pointwise import ROUNDING, is_rounding, strip_casts, walk
 from moefuse.patterns.rules import op_name, value
 
 MUL = (torch.ops.aten.mul.Tensor, torch.ops.aten.mul.Scalar)

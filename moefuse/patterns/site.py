@@ -1,96 +1,39 @@
 """From a complete expression to the specification of one MoE layer.
 
-In: the fact of a node that sums expert rows over the slots of each token. Out: `Site`, or `Conflict` with the
-first thing that is missing or strange. What is demanded here is what makes a rewrite right: the same ids select
-every weight, the token row is indexed by the token and nothing else, routing weights by the slot, each weight
-is read whole, and no slot is left out.
+In: the fact of a node that sums expert rows over the slots of each token. Out: `Site`, or `Conflict` with the first
+thing that is missing or strange (layer.py, merge.py say what is demanded).
 """
 
-import functools
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import sympy
 import torch
 from torch.fx import Node
 
 from moefuse.graph import sizes
-from moefuse.ops.spec import GateUp, MoeSpec, RowNorm, WeightPosition
-from moefuse.patterns.activation import Classified, classify, to_program, upcast
+from moefuse.ops.spec import MoeSpec
 from moefuse.patterns.capacity import dropped
 from moefuse.patterns.facts import (
-    At,
-    Axis,
-    Case,
     Cases,
     Conflict,
     Const,
     Digit,
     Dims,
     Expr,
-    Group,
     Leaf,
-    Op,
-    Part,
     Perm,
     Pick,
-    Pieces,
     Sum,
-    Table,
     Tally,
 )
+from moefuse.patterns.layer import Layer, dtype_of, product_dtype
 from moefuse.patterns.loops import all_cases
-from moefuse.patterns.pieces import piece_at
-from moefuse.patterns.products import Linear, factors, first_gemms, linear, means, split_factors, times
-from moefuse.patterns.router import chosen_from, strip_casts, walk
-from moefuse.patterns.row_norm import take_norm
-from moefuse.patterns.rules import Lifting, argument, value
-from moefuse.patterns.unify import bind
-from moefuse.patterns.weights import Span, demand_whole, in_order, is_transposed, layout, span
-
-
-@dataclass(frozen=True)
-class Layer:
-    """What one MoE layer, or one expert of a loop, computes; operands as expressions.
-
-    tokens, slots: the axes of T (as the token row is indexed) and of K. hidden, inner, features: those of H, I, O.
-    weight1: one weight per expert tensor (gate and up together, or a plain expert), or gates, then ups. Stacked
-    weights are selected by `ids`; a loop has one tensor per expert. row_scale: as weight2, or one shared by all.
-    identities: how many experts behind the last one return the token's row.
-    """
-
-    tokens: tuple[Axis, ...]
-    slots: tuple[Axis, ...]
-    hidden: tuple[Axis, ...]
-    inner: tuple[Axis, ...]
-    features: tuple[Axis, ...]
-    x: Expr
-    ids: Leaf
-    weights: tuple[Expr, ...]
-    weight1: tuple[Leaf, ...]
-    weight2: tuple[Leaf, ...]
-    bias1: tuple[Leaf, ...]
-    bias2: tuple[Leaf, ...]
-    gate_up: GateUp
-    activation: Classified
-    activation_dtype: torch.dtype | None
-    weight_position: WeightPosition
-    row_norm: RowNorm
-    row_norm_eps: float
-    row_scale: tuple[Leaf, ...]
-    gemms: frozenset[Node]
-    identities: int = 0
-
-    @property
-    def stacked(self) -> bool:
-        """True when one tensor holds all experts."""
-        return bool(self.weight2[0].selectors)
-
-    def contracted(self, leaf: Leaf) -> frozenset[Axis]:
-        """The input features of a first weight; a separate up GEMM has axes of its own."""
-        selected = {axis for at in leaf.selectors for axis in at.expr.axes}
-        return leaf.axes - set(self.inner) - selected
+from moefuse.patterns.merge import layer_of, merge
+from moefuse.patterns.pointwise import walk
+from moefuse.patterns.router import chosen_from
+from moefuse.patterns.rules import Lifting, value
+from moefuse.patterns.weights import is_transposed
 
 
 @dataclass
@@ -126,397 +69,11 @@ def assemble(lift: Lifting, node: Node, expr: Expr, dims: Dims) -> Site:
         layer = merge(lift, cases, dims)
         return Site(node, dims, layer, expr.base, expr.terms, lift.counts)
     if isinstance(expr, Sum):
-        layer = _layer(lift, expr.body, expr.over, dims)
+        layer = layer_of(lift, expr.body, expr.over, dims)
         return Site(node, dims, layer, expr.base, expr.terms, lift.counts)
     return Site(
-        node, dims, _layer(lift, expr, (), dims), counts=lift.counts
+        node, dims, layer_of(lift, expr, (), dims), counts=lift.counts
     )  # one slot per token needs no sum
-
-
-def _layer(lift: Lifting, body: Expr, slots: tuple[Axis, ...], dims: Dims) -> Layer:
-    """The layer that sums `body` over `slots`: rows in one piece, cut by expert, or a list of tensors per weight."""
-    if tables := [e for e in walk(body) if isinstance(e, Table)]:
-        return merge(lift, _by_expert(body, tables, slots), dims)
-    wholes = {e for e in walk(body) if isinstance(e, Pieces)}
-    if not wholes:
-        return describe(lift, body, slots, dims)
-    if len(wholes) > 1:
-        raise Conflict("the outputs of several loops over experts are multiplied")
-    (whole,) = wholes
-    cases = [
-        Case(whole.node, expert, whole.ids, _at_expert(lift, body, expert, whole.ids), slots)
-        for expert in range(len(argument(whole.node, 0)))
-    ]
-    return merge(lift, cases, dims)
-
-
-def _at_expert(lift: Lifting, body: Expr, expert: int, ids: Expr) -> Expr:
-    """The body for the slots of one expert: its own pieces, and theirs where they were put together before."""
-    while wholes := {e for e in walk(body) if isinstance(e, Pieces)}:
-        for whole in wholes:
-            if whole.ids != ids or expert >= len(argument(whole.node, 0)):
-                raise Conflict("the loops over experts of one layer are cut by different ids")
-            body = _replaced(body, whole, piece_at(lift, whole, expert))
-    return body
-
-
-def _by_expert(body: Expr, tables: list[Table], slots: tuple[Axis, ...]) -> list[Case]:
-    """One case per expert, each with its own tensors of the lists that the same ids select from."""
-    first, count = tables[0].nodes[0], len(tables[0].nodes)
-    if any(table.index[0] != tables[0].index[0] or len(table.nodes) != count for table in tables):
-        raise Conflict(
-            f"`{tables[0].nodes[0].name}` and other tensors per expert are selected by different ids"
-        )
-    (selector,) = tables[0].index[0] if len(tables[0].index[0]) == 1 else (None,)
-    if not isinstance(selector, At):
-        raise Conflict(f"`{tables[0].nodes[0].name}` and its kin are not selected by the routing")
-
-    def own(expr: Expr, expert: int) -> Expr:
-        if isinstance(expr, Table):
-            return Leaf(expr.nodes[expert], expr.index[1:])
-        return expr.rebuilt(lambda part: own(part, expert))
-
-    return [Case(first, expert, selector.expr, own(body, expert), slots) for expert in range(count)]
-
-
-def _replaced(expr: Expr, old: Expr, new: Expr) -> Expr:
-    return new if expr == old else expr.rebuilt(lambda part: _replaced(part, old, new))
-
-
-def describe(
-    lift: Lifting, body: Expr, slots: tuple[Axis, ...], dims: Dims, case_ids: Expr | None = None
-) -> Layer:
-    """The layer that sums `body` over `slots`. case_ids: the ids of a loop, whose weights aren't selected by them."""
-    every, norm = take_norm(factors(body))
-    core, outputs = split_factors(every)
-    second = linear(core)
-    if second is None:
-        raise Conflict(_unexpected(core, "between the second expert GEMM and the combine"))
-    program, mids = _split_activation(second.rows)
-    if means(program):
-        raise Conflict("a mean over the features of a row stands between the expert GEMMs")
-    firsts = first_gemms(program)
-    if not firsts:
-        raise Conflict("no first expert GEMM feeds the second one")
-    if len(dtypes := {one.dtype for one in (second, *firsts)}) != 1:
-        raise Conflict(f"the expert GEMMs run in different dtypes: {', '.join(sorted(map(str, dtypes)))}")
-    x, inputs = _token_rows(lift, firsts, slots)
-    scale = (norm.scale,) if norm is not None and norm.scale is not None else ()
-    ids = _same_ids([second, *firsts], case_ids, scale)
-    hidden = firsts[0].over
-    tokens = _token_axes(x, hidden, ids, slots)
-    position = _position(outputs, mids, inputs)
-    _check_weights([*outputs, *mids, *inputs], {*tokens, *slots})
-    own = _output_features(dims, tokens)
-    features = in_order(second.weight, own)
-    if set(features) != set(own):
-        raise Conflict("the output has dimensions besides the token's and the features")
-    if norm is not None and norm.features != set(features):
-        raise Conflict("expert rows are normalised over a part of their features")
-    whole = [(leaf, features) for leaf in scale]
-    for leaf, axes in (
-        *whole,
-        (second.weight, second.over),
-        (second.weight, features),
-        (second.bias, features),
-    ):
-        if leaf is not None:
-            demand_whole(leaf, axes)
-    for leaf in (second.weight, second.bias, *scale, *(t for f in firsts for t in (f.weight, f.bias))):
-        if leaf is not None and {*tokens, *slots} & {digit for group in leaf.index for digit in group}:
-            raise Conflict(f"`{leaf.node.name}`, an expert's own tensor, differs from token to token")
-    gate_up, ordered, activation, activation_dtype = _gate_up(program, firsts, second.over)
-    return Layer(
-        tokens=tokens,
-        slots=slots,
-        hidden=hidden,
-        inner=second.over,
-        features=features,
-        x=x,
-        ids=ids,
-        weights=(*outputs, *mids, *inputs),
-        weight1=_one_per_tensor([f.weight for f in ordered], gate_up),
-        weight2=(second.weight,),
-        bias1=_one_per_tensor([f.bias for f in ordered if f.bias is not None], gate_up),
-        bias2=(second.bias,) if second.bias is not None else (),
-        gate_up=gate_up,
-        activation=activation,
-        activation_dtype=activation_dtype,
-        weight_position=position,
-        row_norm=norm.kind if norm is not None else "none",
-        row_norm_eps=norm.eps if norm is not None else 0.0,
-        row_scale=scale,
-        gemms=frozenset([second.node, *(f.node for f in firsts)]),
-    )
-
-
-def merge(lift: Lifting, cases: list[Case], dims: Dims) -> Layer:
-    """The layer that a loop over experts computes: every expert exactly once, all with the same body."""
-    numbers = Counter(case.expert for case in cases)
-    for expert in range(max(numbers) + 1):
-        if numbers[expert] != 1:
-            raise Conflict(f"the loop adds expert {expert} {numbers[expert]} times: a layer has each once")
-    if (routed := chosen_from(cases[0].ids)) is not None and routed > len(numbers):
-        raise Conflict(f"the loop has {len(numbers)} of the {routed} experts that the router chooses from")
-    cases = sorted(cases, key=lambda case: case.expert)
-    own = next((i for i, case in enumerate(cases) if not case.rows.hard), len(cases))
-    cases, identities = cases[:own], cases[own:]
-    if not cases:
-        raise Conflict("no expert of the loop has a GEMM")
-    layers = [describe(lift, case.rows, case.slots, dims, case.ids) for case in cases]
-    first = layers[0]
-    for case in identities:
-        _demand_identity(case, first)
-    layers = [first, *(_renamed(layer, first, expert) for expert, layer in enumerate(layers[1:], 1))]
-    parts = range(len(first.weight1))
-    return replace(
-        first,
-        weight1=tuple(layer.weight1[part] for part in parts for layer in layers),
-        weight2=tuple(layer.weight2[0] for layer in layers),
-        bias1=tuple(layer.bias1[part] for part in range(len(first.bias1)) for layer in layers),
-        bias2=tuple(layer.bias2[0] for layer in layers if layer.bias2),
-        row_scale=_one_if_shared([layer.row_scale[0] for layer in layers if layer.row_scale]),
-        gemms=frozenset().union(*(layer.gemms for layer in layers)),
-        identities=len(identities),
-    )
-
-
-def _demand_identity(case: Case, first: Layer) -> None:
-    """Demand that an expert without a GEMM returns the row that the others read, weighted as theirs."""
-    if case.rows.hard:
-        raise Conflict(f"expert {case.expert} of the loop has GEMMs, an expert before it has none")
-    if len(case.slots) != len(first.slots) or len(first.hidden) != len(first.features):
-        raise Conflict(f"expert {case.expert} of the loop runs over other indices than expert 0")
-    slots: dict[Axis, Group] = {a: (b,) for a, b in zip(case.slots, first.slots, strict=True)}
-    if bind(case.ids, slots) != first.ids:
-        raise Conflict(f"expert {case.expert} of the loop has other ids than expert 0")
-    every = factors(bind(case.rows, slots))
-    rows = [f for f in every if f.axes & set(first.features)]
-    as_output: dict[Axis, Group] = {a: (b,) for a, b in zip(first.hidden, first.features, strict=True)}
-    if len(rows) != 1 or strip_casts(rows[0]) != strip_casts(bind(first.x, as_output)):
-        raise Conflict(f"expert {case.expert} of the loop has no GEMM, and doesn't return the token's row")
-    if _dtype(rows[0]) != _dtype(first.x):
-        raise Conflict(f"expert {case.expert} of the loop returns rows of another dtype than experts read")
-    if tuple(f for f in every if f is not rows[0]) != first.weights:
-        raise Conflict(f"expert {case.expert} of the loop has other routing weights than expert 0")
-
-
-def _one_if_shared(leaves: list[Leaf]) -> tuple[Leaf, ...]:
-    return tuple(leaves[:1] if len({leaf.node for leaf in leaves}) == 1 else leaves)
-
-
-def _renamed(other: Layer, first: Layer, expert: int) -> Layer:
-    """An expert in the first one's axes. Demands that it differs from the first one in its weights only."""
-    renamed: dict[Axis, Group] = {}
-    for role in ("hidden", "inner", "slots", "tokens"):
-        old, new = getattr(other, role), getattr(first, role)
-        if len(old) != len(new):
-            raise Conflict(f"expert {expert} of the loop runs over other indices than expert 0")
-        renamed.update({a: (b,) for a, b in zip(old, new, strict=True)})
-    same = {
-        "rows": bind(other.x, renamed) == first.x,
-        "ids": bind(other.ids, renamed) == first.ids,
-        "routing weights": tuple(bind(w, renamed) for w in other.weights) == first.weights,
-        "activation": (other.activation, other.activation_dtype)
-        == (first.activation, first.activation_dtype),
-        "weight layout": other.gate_up == first.gate_up and len(other.weight1) == len(first.weight1),
-        "weight position": other.weight_position == first.weight_position,
-        "norm": (other.row_norm, other.row_norm_eps, len(other.row_scale))
-        == (first.row_norm, first.row_norm_eps, len(first.row_scale)),
-        "biases": (len(other.bias1), len(other.bias2)) == (len(first.bias1), len(first.bias2)),
-    }
-    for what, equal in same.items():
-        if not equal:
-            raise Conflict(f"expert {expert} of the loop has other {what} than expert 0")
-
-    def leaves(own: tuple[Leaf, ...]) -> tuple[Leaf, ...]:
-        return tuple(leaf for leaf in (bind(leaf, renamed) for leaf in own) if isinstance(leaf, Leaf))
-
-    return replace(
-        other,
-        weight1=leaves(other.weight1),
-        weight2=leaves(other.weight2),
-        bias1=leaves(other.bias1),
-        bias2=leaves(other.bias2),
-        row_scale=leaves(other.row_scale),
-    )
-
-
-def _position(outputs: list[Expr], mids: list[Expr], inputs: list[Expr]) -> WeightPosition:
-    """Where the routing weight multiplies. Factors at several places are refused: they don't commute with biases."""
-    places: dict[WeightPosition, list[Expr]] = {"output": outputs, "mid": mids, "input": inputs}
-    used = [place for place, found in places.items() if found]
-    if len(used) > 1:
-        raise Conflict(f"routing weights at several places of the layer: {', '.join(used)}")
-    return used[0] if used else "output"
-
-
-def _unexpected(expr: Expr, where: str) -> str:
-    inner = strip_casts(expr)
-    if isinstance(inner, Op):
-        at = f" (`{inner.node.name}`)" if inner.node is not None else ""
-        return f"{inner.target}{at} stands {where}"
-    return f"a {type(inner).__name__.lower()} stands {where}"
-
-
-def _split_activation(rows: Expr) -> tuple[Expr, list[Expr]]:
-    """The activation's value without soft factors that hold a value per slot ("mid" routing weights)."""
-    every = factors(rows)
-    soft = [f for f in every if not f.hard and not isinstance(f, Const)]
-    if not soft:
-        return rows, []
-    kept = [f for f in every if f.hard or isinstance(f, Const)]
-    if not any(f.hard for f in kept):
-        raise Conflict("no first expert GEMM feeds the second one")
-    return times(kept), soft
-
-
-def _token_rows(lift: Lifting, firsts: list[Linear], slots: tuple[Axis, ...]) -> tuple[Expr, list[Expr]]:
-    """(the expression of the token row, routing weights multiplied into it); equal for every first GEMM."""
-    rows: Expr | None = None
-    weights: list[Expr] = []
-    for first in firsts:
-        if len(first.over) != len(firsts[0].over):
-            raise Conflict("gate and up GEMM contract different dimensions")
-        renamed: dict[Axis, Group] = {
-            old: (new,) for old, new in zip(first.over, firsts[0].over, strict=True)
-        }
-        opened = lift.expand(first.rows, functools.partial(_per_slot, over=first.over, slots=slots))
-        every = factors(bind(opened, renamed))
-        routing = [f for f in every if _is_routing_weight(f, firsts[0].over, slots)]
-        row = times([f for f in every if f not in routing])
-        if rows is None:
-            rows, weights = row, routing
-        elif rows != row or weights != routing:
-            raise Conflict("gate and up GEMM read different rows")
-    assert rows is not None
-    if rows.hard:
-        raise Conflict("the token rows are the outputs of other experts")
-    dtype = firsts[0].dtype
-    if _dtype(rows) != dtype:  # a cast of the whole product, the routing weight included
-        rows = Op(torch.ops.aten._to_copy.default, (rows,), (("dtype", dtype),))
-    return rows, weights
-
-
-def _is_routing_weight(factor: Expr, features: tuple[Axis, ...], slots: tuple[Axis, ...]) -> bool:
-    """A factor of the input row that depends on the slot; all else belongs to the token row itself."""
-    if factor.axes & set(features):
-        return False
-    return bool(factor.axes & set(slots)) or any(isinstance(e, Leaf) and e.selectors for e in walk(factor))
-
-
-def _per_slot(leaf: Leaf, over: tuple[Axis, ...], slots: tuple[Axis, ...]) -> bool:
-    """A leaf over slots and features: open it, a routing weight may have been multiplied in."""
-    return not leaf.axes.isdisjoint(over) and not leaf.axes.isdisjoint(slots) and not leaf.selectors
-
-
-def _same_ids(linears: list[Linear], case_ids: Expr | None, scale: tuple[Leaf, ...]) -> Leaf:
-    """The ids that select every weight, bias and row scale (unless all experts share it).
-
-    In a loop: those that were compared with the expert's number.
-    """
-    if case_ids is not None:
-        selected = any(leaf.selectors for leaf in (*(one.weight for one in linears), *scale))
-        if not isinstance(case_ids, Leaf) or selected:
-            raise Conflict("a loop over experts whose weights are selected by ids once more")
-        return case_ids
-    leaves = [leaf for one in linears for leaf in (one.weight, one.bias) if leaf is not None]
-    leaves += [leaf for leaf in scale if leaf.selectors]
-    chosen = [leaf.selectors[0].expr if len(leaf.selectors) == 1 else None for leaf in leaves]
-    first = chosen[0]
-    if not isinstance(first, Leaf):
-        raise Conflict("expert weights are selected by something other than a tensor of ids")
-    for leaf, other in zip(leaves, chosen, strict=True):
-        if other != first:
-            raise Conflict(f"`{leaf.node.name}` is selected by other ids than the rest of the layer")
-    return first
-
-
-def _token_axes(rows: Expr, hidden: tuple[Axis, ...], ids: Leaf, slots: tuple[Axis, ...]) -> tuple[Axis, ...]:
-    """The token axes, in the order in which the token row is indexed."""
-    leaves = [e for e in walk(rows) if isinstance(e, Leaf)]
-    main = next((leaf for leaf in leaves if leaf.axes >= set(hidden) and not leaf.selectors), None)
-    if main is None:
-        raise Conflict("the input rows of the experts are no plain tensor indexed by token")
-    tokens = tuple(d for g in main.index for d in g if isinstance(d, Axis) and d not in hidden)
-    if any(not isinstance(d, Axis) for g in main.index for d in g):
-        raise Conflict(f"`{main.node.name}` is not read whole as the token rows")
-    index = [d for g in ids.index for d in g]
-    if any(not isinstance(d, Axis) for d in index):
-        raise Conflict(f"only a part of the ids `{ids.node.name}` is used")
-    if not set(slots) <= set(index):
-        raise Conflict("the combine sums over something other than the slots of a token")
-    expected = [axis for axis in index if axis not in slots]
-    if set(tokens) != set(expected) or len(tokens) != len(expected) or not rows.axes <= {*tokens, *hidden}:
-        raise Conflict(f"`{main.node.name}` is not indexed by the token of each slot")
-    return tokens
-
-
-def _check_weights(weights: list[Expr], allowed: set[Axis]) -> None:
-    """Routing weights depend on the slot alone, and are read whole."""
-    for weight in weights:
-        if not weight.axes <= allowed:
-            raise Conflict(f"{_name(weight)} weighs expert outputs by more than the slot")
-        for leaf in (e for e in walk(weight) if isinstance(e, Leaf)):
-            if any(isinstance(d, Part) for g in leaf.index for d in g):
-                raise Conflict(f"only a part of the routing weights `{leaf.node.name}` is used")
-
-
-def _name(expr: Expr) -> str:
-    node = getattr(expr, "node", None)
-    return f"`{node.name}`" if node is not None else "a factor"
-
-
-def _output_features(dims: Dims, tokens: tuple[Axis, ...]) -> tuple[Axis, ...]:
-    """The feature dimension of the output: what remains beside the token axes, in one piece."""
-    every = [d for group in dims for d in group]
-    rest = tuple(d for d in every if isinstance(d, Axis) and d not in tokens)
-    if not all(isinstance(d, Axis) for d in every):
-        raise Conflict("the output is in an order by expert")
-    if len(rest) + len(tokens) != len(every):
-        raise Conflict("the output does not have one row per token")
-    if not set(tokens) <= set(every):
-        raise Conflict("the output sums over tokens")
-    return rest
-
-
-def _gate_up(
-    program: Expr, firsts: list[Linear], inner: tuple[Axis, ...]
-) -> tuple[GateUp, list[Linear], Classified, torch.dtype | None]:
-    """(layout, GEMMs in order gate, up; activation, its dtype), read off the weight rows that each leaf takes."""
-    if len(firsts) > 2:
-        raise Conflict(f"the activation reads {len(firsts)} different GEMM outputs")
-    names = dict(zip(map(_key, firsts), ("g", "u"), strict=False))
-
-    def leaf(expr: Expr) -> str | None:
-        found = linear(expr)
-        return names[_key(found)] if found is not None else None
-
-    activation = classify(to_program(program, leaf), len(firsts) == 2)
-    ordered = firsts[::-1] if activation.swapped else firsts
-    spans = [span(one.weight, inner) for one in ordered]
-    for one, rows in zip(ordered, spans, strict=True):
-        demand_whole(one.weight, one.over)
-        if one.bias is not None and not _same_span(span(one.bias, inner), rows):
-            raise Conflict(f"`{one.bias.node.name}` is not laid out as the weight it belongs to")
-    biases = {one.bias.node if one.bias is not None else None for one in ordered}
-    if len(biases) > 1 and (None in biases or ordered[0].weight.node is ordered[1].weight.node):
-        raise Conflict("gate and up have different biases but share a weight, or only one of them has a bias")
-    found = layout(ordered, spans, sizes.product(axis.size for axis in inner))
-    return found, ordered, activation, upcast(program, leaf)
-
-
-def _same_span(a: Span, b: Span) -> bool:
-    return a[:2] == b[:2] and sizes.same(a[2], b[2])
-
-
-def _key(one: Linear) -> tuple[Leaf, Leaf | None]:
-    return one.weight, one.bias
-
-
-def _one_per_tensor(leaves: list[Leaf], gate_up: GateUp) -> tuple[Leaf, ...]:
-    """Two leaves where gate and up are separate tensors, otherwise one: both halves are in it."""
-    return tuple(leaves if gate_up == "separate" else leaves[:1])
 
 
 def _demand_no_drops(layer: Layer) -> None:
@@ -546,9 +103,9 @@ def _spec(site: Site) -> MoeSpec:
         intermediate=_static(layer.inner, "intermediate size"),
         out_features=_static(layer.features, "output size"),
         device=val.device.type,
-        x_dtype=_dtype(layer.x),
+        x_dtype=dtype_of(layer.x),
         expert_dtype=dtypes.pop(),
-        router_dtype=_product_dtype(layer.weights, val.dtype),
+        router_dtype=product_dtype(layer.weights, val.dtype),
         output_dtype=val.dtype,
         product_dtype=None if site.terms in (torch.float32, torch.float64) else site.terms,
         gate_up=layer.gate_up,
@@ -590,20 +147,3 @@ def _static(axes: Iterable[Digit], what: str) -> int:
     if not isinstance(size, int):
         raise Conflict(f"the {what} is not static: {size}")
     return size
-
-
-def _product_dtype(weights: Sequence[Expr], default: torch.dtype) -> torch.dtype:
-    dtypes = [_dtype(weight) for weight in weights if not isinstance(weight, Const)]
-    return functools.reduce(torch.promote_types, dtypes) if dtypes else default
-
-
-def _dtype(expr: Expr) -> torch.dtype:
-    """The dtype of a row expression: of its last cast, or of its leaf."""
-    if isinstance(expr, Op) and expr.target is torch.ops.aten._to_copy.default:
-        dtype = dict(expr.kwargs).get("dtype")
-        return dtype if isinstance(dtype, torch.dtype) else _dtype(expr.args[0])
-    if isinstance(expr, Leaf):
-        dtype = value(expr.node).dtype
-        assert isinstance(dtype, torch.dtype)
-        return dtype
-    return _product_dtype(list(expr.parts()), torch.float32)

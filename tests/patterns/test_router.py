@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from moefuse.patterns.facts import Conflict, Const, Op
-from moefuse.patterns.router import evaluate_scalar
+from moefuse.patterns.pointwise import evaluate_scalar
 from tests.patterns.spelling import E, K, T, grouped, operands, study
 
 _, IDS, W, *_ = operands(torch.float32)

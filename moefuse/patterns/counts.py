@@ -1,0 +1,172 @@
+"""Counts of ids: slots per expert, running counts, differences of them, comparisons with a capacity.
+
+The ids that are counted must be all of them, each exactly once, in whatever order.
+"""
+
+import torch
+from torch.fx import Node
+
+from moefuse.patterns.facts import (
+    Axis,
+    Conflict,
+    Count,
+    Dense,
+    Expr,
+    Fact,
+    Group,
+    Leaf,
+    Offs,
+    OneHot,
+    Part,
+    group_axes,
+    group_size,
+)
+from moefuse.patterns.pointwise import EXACT, is_mask, pointwise, strip_casts
+from moefuse.patterns.router import distinct
+from moefuse.patterns.rules import Lifting, Outcome, argument, is_float, op_name, rule, value
+from moefuse.patterns.unify import Unifier
+
+
+def covers(fact: Fact) -> Leaf | None:
+    """The integer leaf of which the fact lists every element exactly once, in whatever order."""
+    leaf = fact.expr
+    if not isinstance(leaf, Leaf) or is_float(leaf.node):
+        return None
+    index = [digit for group in leaf.index for digit in group]
+    if not all(isinstance(digit, Axis) for digit in index) or len(set(index)) != len(index):
+        return None
+    listed: set[Axis] = set()
+    for group in fact.dims:
+        listed |= group_axes(group)
+    return leaf if listed == set(index) else None
+
+
+@rule("aten::histc")
+def histc(lift: Lifting, node: Node) -> Outcome:
+    """Slots per expert, if the bins are exactly the ids 0..E-1."""
+    ids = covers(lift.fact(argument(node, 0)))
+    if ids is None:
+        return None
+    bins, low, high = argument(node, 1, "bins", 100), argument(node, 2, "min", 0), argument(node, 3, "max", 0)
+    # The bin of an id is monotone in the id: one element in every bin means that id i falls into bin i.
+    spread = torch.histc(torch.arange(bins, dtype=torch.float32), bins, low, high)
+    if not bool((spread == 1).all()):
+        raise Conflict(f"histc with {bins} bins over {low}..{high} doesn't count the ids 0..{bins - 1}")
+    group: Group = () if bins == 1 else (Axis(bins),)
+    return Fact(Count(ids, group), (group,))
+
+
+@rule("aten::bincount")
+def bincount(lift: Lifting, node: Node) -> Outcome:
+    """Slots per expert; the output has at least `minlength` entries, more only for ids beyond them."""
+    ids = covers(lift.fact(argument(node, 0)))
+    length = argument(node, 2, "minlength", 0)
+    if ids is None or argument(node, 1, "weights") is not None or length < 1:
+        return None
+    group: Group = () if length == 1 else (Axis(length),)
+    return Fact(Count(ids, group), (group,))
+
+
+@rule("aten::cumsum")
+def cumsum(lift: Lifting, node: Node) -> Outcome:
+    """Running counts: where each expert's rows end in sorted order."""
+    fact = lift.fact(argument(node, 0))
+    target = value(node).dtype
+    if not isinstance(fact.expr, Count) or fact.dims != (fact.expr.at,) or target not in EXACT:
+        return None
+    return Fact(Offs(fact.expr.ids, fact.expr.at), fact.dims)
+
+
+@rule("aten::lt", "aten::le", "aten::gt", "aten::ge")
+def compare(lift: Lifting, node: Node) -> Outcome:
+    """A comparison; with a number, of a slot's place in its expert's queue: a capacity, which drops slots."""
+    limit = argument(node, 1)
+    if isinstance(limit, int | float) and (queue := _queue(lift, argument(node, 0))) is not None:
+        raise Conflict(
+            f"slots are counted expert by expert (`{queue.name}`) and compared with a capacity of {limit}: "
+            "those beyond it are dropped"
+        )
+    return pointwise(lift, node)
+
+
+QUEUE_DEPTH = 8
+"""Operators between the running count of an expert's slots and its comparison: a shift by one, a mask, views."""
+
+
+def _queue(lift: Lifting, node: Node) -> Node | None:
+    """The running count over the tokens' choices of experts from which an integer tensor is made, if it is."""
+    level = {node}
+    for _ in range(QUEUE_DEPTH):
+        for found in level:
+            if op_name(found) == "aten::cumsum" and _choices(lift.fact(argument(found, 0)).expr):
+                return found
+        above = {before for found in level for before in found.all_input_nodes}
+        level = {n for n in above if isinstance(value(n), torch.Tensor) and not is_float(n)}
+    return None
+
+
+def _choices(expr: Expr) -> bool:
+    return isinstance(expr, OneHot) or is_mask(expr)
+
+
+@rule("aten::sub")
+def subtract(lift: Lifting, node: Node) -> Outcome:
+    """A difference; of neighbouring running counts it is the counts again."""
+    both = [lift.fact(arg) for arg in node.args] if len(node.args) == 2 and not node.kwargs else []
+    if len(both) != 2 or not all(isinstance(fact.expr, Offs) and len(fact.dims) == 1 for fact in both):
+        return pointwise(lift, node)
+    unifier = Unifier()
+    dims = (unifier.unify(both[0].dims[0], both[1].dims[0]),)
+    ends, before = (unifier.expr(fact.expr) for fact in both)
+    assert isinstance(ends, Offs)
+    assert isinstance(before, Offs)
+    here, there = (_part(expr.at) for expr in (ends, before))
+    if here is None or there is None or ends.ids.node is not before.ids.node:
+        return pointwise(lift, node)
+    if (here.group, here.size, here.start) != (there.group, there.size, there.start + 1):
+        return pointwise(lift, node)
+    return Fact(Count(ends.ids, ends.at), dims)
+
+
+def _part(at: Group) -> Part | None:
+    """A slice of the experts, one by one."""
+    (found,) = at if len(at) == 1 else (None,)
+    return found if isinstance(found, Part) and found.step == 1 else None
+
+
+def joined_counts(parts: list[Fact]) -> Fact | None:
+    """The counts of all experts, if the parts are those of some experts each, in order. The first end is a count."""
+    begin, ids, total = 0, None, None
+    for fact in parts:
+        part = _part(fact.expr.at) if isinstance(fact.expr, Count | Offs) else None
+        if part is None or fact.dims != (part.group,) or part.start != begin:
+            return None
+        assert isinstance(fact.expr, Count | Offs)
+        if isinstance(fact.expr, Offs) and (begin, part.group) != (0, ()):
+            return None
+        if (ids is not None and fact.expr.ids.node is not ids.node) or (total or part.size) != part.size:
+            return None
+        ids, total, length = fact.expr.ids, part.size, group_size(part.group)
+        if not isinstance(length, int):
+            return None
+        begin += length
+    if ids is None or begin != total:
+        return None
+    at: Group = (Axis(begin),)
+    return Fact(Count(ids, at), (at,))
+
+
+def count_of(fact: Fact, over: set[Axis]) -> Fact | None:
+    """Counts, if the sum of the fact over the axes counts every slot of some ids once; otherwise None."""
+    expr = strip_casts(fact.expr)
+    if isinstance(expr, OneHot):
+        ids, counted, at = expr.ids, over, expr.at
+    elif isinstance(expr, Dense) and is_mask(expr):
+        ids, counted, at = expr.ids, over | set(expr.slots), expr.at
+    else:
+        return None
+    if not isinstance(ids, Leaf) or covers(Fact(ids, (tuple(counted),))) is None:
+        return None
+    if isinstance(expr, Dense) and not distinct(ids, expr.slots):
+        raise Conflict("ids may repeat within a token: scattered ones count such a token once")
+    return Fact(Count(ids, at), tuple(g for g in fact.dims if not group_axes(g) & over))
