@@ -209,6 +209,8 @@ def escaping(site: Site) -> tuple[Node, Node] | None:
     escaped, but its GEMMs would run twice.
     """
     rows = expert_rows(site)
+    if site.base in rows:  # the base stays: it is added to what the node gives
+        return site.base, site.node
     for row in sorted(rows):
         for user in row.users:
             if user not in rows and user is not site.node and op_name(user) not in READS_NO_ELEMENT:

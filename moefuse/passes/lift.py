@@ -12,8 +12,8 @@ from torch.fx import Graph, Node
 from moefuse.graph.source import common_layer, layer_of
 from moefuse.passes.canonicalize import VIEWS
 from moefuse.patterns.capacity import whole_above
-from moefuse.patterns.engine import Lifted, lift
-from moefuse.patterns.facts import Dot, Fact, Leaf, Lost, group_axes
+from moefuse.patterns.engine import Lifted, gemms_of, lift
+from moefuse.patterns.facts import Cases, Dot, Fact, Leaf, Lost, group_axes
 from moefuse.patterns.rules import op_name, value
 from moefuse.patterns.site import Site
 
@@ -49,7 +49,8 @@ def find(graph: Graph, parameters: frozenset[str], lifted: Lifted | None = None)
     taken = {gemm for site in lifted.sites for gemm in site.gemms}
     groups: dict[str, list[Node]] = {}
     for node in graph.nodes:
-        if node not in taken and (_expert_like(node, lifted, parameters) or _lost_choice(node, lifted)):
+        like = _expert_like(node, lifted, parameters) or _lost_choice(node, lifted)
+        if node not in taken and (like or _lost_case(node, lifted, taken)):
             groups.setdefault(layer_of(node), []).append(node)
     covered = {layer_of(gemm) for gemm in taken}
     blocks = {layer.rpartition(".")[0] for layer in covered if layer}
@@ -72,6 +73,12 @@ def find(graph: Graph, parameters: frozenset[str], lifted: Lifted | None = None)
 def _lost_choice(node: Node, lifted: Lifted) -> bool:
     """A list of one expert's tokens whose meaning was lost: a loop over experts that isn't understood."""
     return op_name(node) == "aten::nonzero" and node in lifted.losses
+
+
+def _lost_case(node: Node, lifted: Lifted, taken: set[Node]) -> bool:
+    """What one expert of a loop adds, where no complete layer came of it: its products alone don't look like one."""
+    fact = lifted.facts.get(node)
+    return isinstance(fact, Fact) and isinstance(fact.expr, Cases) and gemms_of(fact.expr).isdisjoint(taken)
 
 
 def _expert_like(node: Node, lifted: Lifted, parameters: frozenset[str]) -> bool:

@@ -84,6 +84,8 @@ class Lifter:
         self._whole: Node | None = None
         """An operand to take as an opaque tensor, whatever is known of it."""
         self._opened: dict[Leaf, Expr | None] = {}
+        self._ended: dict[Node, Fact] = {}
+        """Sums over experts, whole or not, that something reads which is no part of their loop."""
         self._single: dict[Node, Site] = {}
         """Nodes that are complete layers of one slot per token, so far: what follows may still belong to them."""
 
@@ -223,15 +225,25 @@ class Lifter:
 
         Without this a residual stream would carry the expressions of all layers before.
         """
-        ended = [arg for arg in node.all_input_nodes if self._may_end(arg)]
+        ended = sorted((arg for arg in node.all_input_nodes if self._may_end(arg)), reverse=True)
         for arg in ended:
             fact = self.result.facts.get(arg)
             if arg in self._single:
                 self._end_single(self._single[self._single_end(arg)])
             elif isinstance(fact, Fact):
-                del self.result.facts[arg]
-                self._close(arg, fact)
+                self._close(arg, fact, node)
+                self._ended[arg] = self.result.facts.pop(arg)  # type: ignore[assignment]
         return bool(ended)
+
+    def _goes_on(self, node: Node) -> bool:
+        """True for a sum over experts to which a later expert adds."""
+        later = [self._cases(user) for user in node.users]
+        return any(cases is not None and cases.earlier is node for cases in later)
+
+    def _cases(self, node: Node | None) -> Cases | None:
+        """What is known of a sum over experts."""
+        fact = self.result.facts.get(node, self._ended.get(node)) if node is not None else None
+        return fact.expr if isinstance(fact, Fact) and isinstance(fact.expr, Cases) else None
 
     def _single_end(self, node: Node) -> Node:
         """Where the one-slot layer that `node` belongs to ends: at its first node with other than one reader."""
@@ -257,11 +269,17 @@ class Lifter:
             return None
         return rule(self, node)
 
-    def _close(self, node: Node, fact: Fact) -> None:
-        """A sum over slots: either a complete layer, or a loss with the reason why it isn't."""
+    def _close(self, node: Node, fact: Fact, reader: Node | None = None) -> None:
+        """A sum over slots: either a complete layer, or a loss with the reason why it isn't.
+
+        reader: what made it end, if it is no part of its loop.
+        """
         try:
             self.result.sites.append(assemble(self, node, fact.expr, fact.dims))
-        except Conflict as conflict:
+        except Conflict:
+            if reader is not None and self._goes_on(node):
+                text = f"what some of the loop's experts have added is also read by `{reader.name}`"
+                conflict = Conflict(text)
             self._lose(node, conflict)
 
     def _close_loops(self, graph: Graph) -> None:
@@ -270,15 +288,16 @@ class Lifter:
         ends: dict[tuple[Node, int], tuple[Node, Fact]] = {}
         continued: set[tuple[Node, int]] = set()
         for node in graph.nodes:
+            if (cases := self._cases(node)) is not None and (
+                before := self._cases(cases.earlier)
+            ) is not None:
+                continued.add((before.case.source, before.case.expert))
             fact = self.result.facts.get(node)
             if not isinstance(fact, Fact) or not isinstance(fact.expr, Cases) or fact.sorted:
                 continue
             source = (fact.expr.case.source, fact.expr.case.expert)
             if source not in ends or (ends[source][1].expr.earlier is None and fact.expr.earlier is not None):  # type: ignore[attr-defined]
                 ends[source] = (node, fact)
-            before = self.result.facts.get(fact.expr.earlier) if fact.expr.earlier is not None else None
-            if isinstance(before, Fact) and isinstance(before.expr, Cases):
-                continued.add((before.expr.case.source, before.expr.case.expert))
         for source, (node, fact) in ends.items():
             if source not in continued and not gemms_of(fact.expr) & taken:
                 self._close(node, fact)

@@ -105,7 +105,8 @@ def all_cases(lift: Lifting, last: Cases) -> list[Case]:
         ):
             raise Conflict("the experts of a loop add to outputs of different shapes")
         earlier = unifier.expr(fact.expr)
-        assert isinstance(earlier, Cases)
+        if not isinstance(earlier, Cases):  # closed: somebody else reads it as a layer's output
+            raise Conflict(f"what the experts before have added (`{current.earlier.name}`) ended a loop")
         found.append(earlier.case)
         current = earlier
     return found

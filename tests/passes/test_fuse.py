@@ -121,6 +121,23 @@ def test_a_refused_layer_is_left_exactly_as_it_was(name: str) -> None:
     assert (layer.fused, layer.check) == (False, check)
 
 
+def test_rows_that_the_output_is_added_to_escape() -> None:
+    """The base of the sum is an expert row: it stays, and the first GEMM would run twice."""
+
+    def layer(x: Tensor, ids: Tensor, w: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        order = ids.reshape(-1).argsort()
+        token = order // K
+        gate, up = torch._grouped_mm(x[token], w1.transpose(1, 2), offsets(ids.reshape(-1))).chunk(2, -1)
+        rows = torch._grouped_mm(
+            torch.nn.functional.silu(gate) * up, w2.transpose(1, 2), offsets(ids.reshape(-1))
+        )
+        rows = rows * w.reshape(-1)[order].unsqueeze(-1)
+        return gate[:T, :H].clone().index_add(0, token, rows)
+
+    (report,) = study(layer, *operands()).fused(0).report.sites
+    assert report.check == "escape"
+
+
 def test_a_refused_policy_leaves_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     from moefuse import policy
 

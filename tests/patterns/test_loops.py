@@ -189,6 +189,24 @@ def test_what_is_no_masked_layer(changes: dict[str, object], words: str) -> None
     every_token(**changes).refused(words)
 
 
+@pytest.mark.parametrize("again", [True, False])
+def test_a_sum_over_some_of_the_experts_that_is_read_otherwise_too(again: bool) -> None:
+    """It stands in for the last expert, or it leaves the loop: named, never raised."""
+
+    def layer(x: Tensor, scores: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> object:
+        ids = scores.topk(weights.shape[1], dim=-1)[1]
+        first = masked(x, ids, weights, w1, w2, experts=(0, 1))
+        y = first
+        for e in range(2, E - 1 if again else E):
+            own = ((ids == e) * weights).sum(-1, keepdim=True)
+            y = y + functional.linear(swiglu(functional.linear(x, w1[e])), w2[e]) * own
+            first = first if again or e > 2 else first.relu()
+        return y + first if again else (y, first)
+
+    x, _, weights, w1, w2 = operands(torch.float32)
+    study(layer, x, torch.randn(T, E), weights, w1, w2).refused("is also read by")
+
+
 # --- experts that return their tokens --------------------------------------------------------------------
 
 Z = 2
