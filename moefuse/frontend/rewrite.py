@@ -233,9 +233,21 @@ class _Body(ast.NodeTransformer):
         index = node.slice
         if not isinstance(node.ctx, ast.Load) or isinstance(index, ast.Slice | ast.Tuple | ast.Constant):
             return node
-        if not (loads(index) and loads(index) <= self.numbers):
+        if not self._is_number(index):
             return node
         return ast.copy_location(_helper("take", node.value, index), node)
+
+    def _is_number(self, value: ast.expr) -> bool:
+        """True for an expression of nothing but the expert's number."""
+        names = loads(value) - {HELPERS}
+        return bool(names) and names <= self.numbers
+
+    def visit_FormattedValue(self, node: ast.FormattedValue) -> ast.expr:
+        """`f"expert_{e}"`."""
+        self.generic_visit(node)
+        if node.conversion == -1 and self._is_number(node.value):
+            node.value = ast.copy_location(_helper("formatted", node.value), node.value)
+        return node
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         """`int(e)`."""

@@ -179,6 +179,11 @@ def integer(value: Any) -> Any:
     return value.item() if isinstance(value, Row) else int(value)
 
 
+def formatted(value: Any) -> Any:
+    """`{value}` in an f-string: a tensor without dimensions is written as its number."""
+    return value.number if isinstance(value, Row) and not value.dims else value
+
+
 def plain(values: Any) -> Iterable[Any]:
     """values.cpu().numpy(), iterated over: a list of numbers while Dynamo traces."""
     listed = torch.compiler.is_compiling() and values.dim() == 1

@@ -89,6 +89,8 @@ class EagerInterpreter(fx.Interpreter):
             return None
         if target is torch._C._set_grad_enabled and args[0] and self.requires_grad and not self.grad_at_start:
             raise CaptureError("gradients are switched on inside a graph that is called without them")
+        if target is torch.Tensor.set_ and len(args) == 2 and args[0] is args[1]:
+            return args[0]  # what is left of `self.router = self.router.to(dtype)` in a module of that dtype
         if target is torch.amp.autocast_mode._enter_autocast:
             self.autocasts.append(super().call_function(target, args, kwargs))
             return self.autocasts[-1]

@@ -276,11 +276,10 @@ class Lifter:
         """
         try:
             self.result.sites.append(assemble(self, node, fact.expr, fact.dims))
-        except Conflict:
-            if reader is not None and self._goes_on(node):
-                text = f"what some of the loop's experts have added is also read by `{reader.name}`"
-                conflict = Conflict(text)
-            self._lose(node, conflict)
+        except Conflict as conflict:
+            midway = reader is not None and self._goes_on(node)
+            text = f"what some of the loop's experts have added is also read by `{reader}`"
+            self._lose(node, Conflict(text) if midway else conflict)
 
     def _close_loops(self, graph: Graph) -> None:
         """A loop over experts ends at the first node that holds its last case."""
