@@ -55,9 +55,10 @@ COMPONENTS = (
 CAUSE_DEPTH = 4
 """How many operators up a loss may lie to be named as the cause of another one."""
 
-MOST_PARTS = 128
-"""Expressions of real layers have some 30 parts (gpt-oss). Without a bound, `h = h * sigmoid(h)` over and over would
-double an expression with every node; and deep ones overflow Python's stack."""
+MOST_PARTS, DEEPEST = 512, 128
+"""Expressions of real layers have some 30 parts (gpt-oss), of normalised rows some 130 (a row and its mean square).
+Without a bound, `h = h * sigmoid(h)` over and over would double an expression with every node; and deep ones overflow
+Python's stack."""
 
 
 @dataclass
@@ -198,8 +199,9 @@ class Lifter:
     def _check(self, node: Node, fact: Fact) -> None:
         """Close or note complete layers. Conflict where the fact is no part of one, or not any more."""
         expr = fact.expr
-        if expr.weight > MOST_PARTS:
-            raise Conflict(f"expert outputs in an expression of more than {MOST_PARTS} operations")
+        if expr.weight > MOST_PARTS or expr.depth > DEEPEST:
+            text = f"more than {MOST_PARTS} operations, or {DEEPEST} in a row"
+            raise Conflict(f"expert outputs in an expression of {text}")
         if not expr.hard or fact.sorted or isinstance(expr, Cases):
             return
         if isinstance(expr, Sum):

@@ -131,6 +131,11 @@ class Expr:
         """How many expressions stand in here, itself included; shared ones count each time."""
         return 1 + sum(part.weight for part in self.parts())
 
+    @cached_property
+    def depth(self) -> int:
+        """How many expressions stand inside of each other, itself included."""
+        return 1 + max((part.depth for part in self.parts()), default=0)
+
     def bound(self) -> tuple[Axis, ...]:
         """The axes that this expression sums over."""
         return ()

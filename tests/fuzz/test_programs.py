@@ -3,11 +3,12 @@
 `--fuzz-examples N` tries N new programs for each test; by default the same ones are tried in every run.
 """
 
+import pytest
 from hypothesis import given
 
 from moefuse.testing.capture import Captured, capture_graph
 from moefuse.testing.compare import rewrite_and_compare
-from moefuse.testing.programs import Program, programs
+from moefuse.testing.programs import Program, programs, random_program
 from tests.fuzz.test_harness import dynamic_tokens
 
 
@@ -44,3 +45,11 @@ def test_programs_with_symbolic_tokens_are_fused_and_right(program: Program) -> 
 @given(program=programs(traps=True))
 def test_layers_that_are_something_else_keep_their_results(program: Program) -> None:
     check(program, dynamic=program.seed % 2 == 1 and program.sizes.tokens > 1)
+
+
+@pytest.mark.parametrize(
+    "seed", [7000329], ids=["a large expression: clamps, biases, a norm, and what was there"]
+)
+def test_programs_that_were_missed(seed: int) -> None:
+    """Of runs of benchmarks/fuzz.py."""
+    check(random_program(seed), dynamic=True)
