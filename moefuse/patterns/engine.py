@@ -200,8 +200,8 @@ class Lifter:
         """Close or note complete layers. Conflict where the fact is no part of one, or not any more."""
         expr = fact.expr
         if expr.weight > MOST_PARTS or expr.depth > DEEPEST:
-            text = f"more than {MOST_PARTS} operations, or {DEEPEST} in a row"
-            raise Conflict(f"expert outputs in an expression of {text}")
+            limit = f"{MOST_PARTS} operations, or {DEEPEST} in a row"
+            raise Conflict(f"expert outputs in an expression of more than {limit}")
         if not expr.hard or fact.sorted or isinstance(expr, Cases):
             return
         if isinstance(expr, Sum):
