@@ -42,7 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.disable(logging.CRITICAL)  # fake kernels that refuse a mutant's arguments log a stack trace each
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    dynamo.fake_tensor_cache_enabled = False  # no two programs share enough: filling it takes a fifth of the time
+    dynamo.fake_tensor_cache_enabled = (
+        False  # no two programs share enough: filling it takes a fifth of the time
+    )
     index, shards = (int(part) for part in options.shard.split("/"))
     tally: Counter[str] = Counter()
     start = time.perf_counter()

@@ -97,6 +97,13 @@ def _worth_keeping(fact: Fact) -> bool:
     )
 
 
+def _is_one_slot(arg: Any, fact: Fact) -> bool:
+    """True for rows in order by expert that are one row, though their size doesn't say so."""
+    return any(
+        not group and not sizes.is_one(size) for group, size in zip(fact.dims, value(arg).shape, strict=True)
+    )
+
+
 def walk(expr: Expr) -> list[Expr]:
     """The expression and all of its sub-expressions."""
     found = [expr]
@@ -140,7 +147,9 @@ def pointwise(lift: Lifting, node: Node) -> Outcome:
         return None
     if _changes_nothing(node):
         return tensors[0]
-    if not lift.forced and not any(_worth_keeping(fact) for fact in tensors.values()):
+    if not lift.forced and not any(
+        _worth_keeping(fact) or _is_one_slot(node.args[i], fact) for i, fact in tensors.items()
+    ):
         return None
     if not is_float(node) and not any(fact.expr.hard for fact in tensors.values()):
         return None  # ids made from ids (a skipped expert masked out, say) are ids like any other

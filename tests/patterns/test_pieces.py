@@ -206,16 +206,20 @@ def mapped(
     *,
     chosen: Callable[[Tensor, Tensor], Tensor] = lambda ids, mask: mask,
     values: Callable[[Tensor, Tensor], Tensor] = lambda probs, mask: probs.t().masked_select(mask.t()),
+    on_input: bool = False,
 ) -> Tensor:
     """Megatron: slots listed expert by expert by a mask, grouped GEMMs, scatter_add."""
-    ids = scores.topk(K, dim=-1)[1]
-    mask = torch.zeros(T, E, dtype=torch.int32).scatter(1, ids, 1).bool()
-    probs = torch.zeros(T, E, dtype=weights.dtype).scatter(1, ids, weights)
-    token = torch.arange(T).unsqueeze(0).expand(E, -1).masked_select(chosen(ids, mask).t())
+    tokens, top_k = weights.shape
+    ids = scores.topk(top_k, dim=-1)[1]
+    mask = torch.zeros(tokens, E, dtype=torch.int32).scatter(1, ids, 1).bool()
+    probs = torch.zeros(tokens, E, dtype=weights.dtype).scatter(1, ids, weights)
+    token = torch.arange(tokens).unsqueeze(0).expand(E, -1).masked_select(chosen(ids, mask).t())
     offs = mask.sum(0).cumsum(0).to(torch.int32)
-    rows = torch._grouped_mm(x.index_select(0, token), w1.transpose(1, 2), offs)
+    weight = values(probs, mask).unsqueeze(-1)
+    rows = x.index_select(0, token)
+    rows = torch._grouped_mm(rows * weight if on_input else rows, w1.transpose(1, 2), offs)
     rows = torch._grouped_mm(swiglu(rows), w2.transpose(1, 2), offs)
-    rows = rows * values(probs, mask).unsqueeze(-1)
+    rows = rows if on_input else rows * weight
     return torch.zeros_like(x).index_add(0, token, rows)
 
 
@@ -227,6 +231,13 @@ def by_mask(**changes: Any) -> Study:
 
 def test_a_mask_of_choices_lists_slots_as_a_sort_does() -> None:
     by_mask().fused()
+
+
+@pytest.mark.parametrize("on_input", [True, False])
+def test_one_slot_is_one_row_though_its_size_is_not_known(on_input: bool) -> None:
+    x, _, weights, w1, w2 = operands()
+    function = lambda *args: mapped(*args, on_input=on_input)  # noqa: E731
+    study(function, x[:1], torch.randn(1, E), weights[:1, :1], w1, w2).fused()
 
 
 @pytest.mark.parametrize(
