@@ -1,6 +1,7 @@
 """Rows in expert order, cut into pieces and put together: right only for cuts between experts, pieces in order."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -236,8 +237,7 @@ def test_a_mask_of_choices_lists_slots_as_a_sort_does() -> None:
 @pytest.mark.parametrize("on_input", [True, False])
 def test_one_slot_is_one_row_though_its_size_is_not_known(on_input: bool) -> None:
     x, _, weights, w1, w2 = operands()
-    function = lambda *args: mapped(*args, on_input=on_input)  # noqa: E731
-    study(function, x[:1], torch.randn(1, E), weights[:1, :1], w1, w2).fused()
+    study(partial(mapped, on_input=on_input), x[:1], torch.randn(1, E), weights[:1, :1], w1, w2).fused()
 
 
 @pytest.mark.parametrize(
