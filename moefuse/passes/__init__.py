@@ -12,3 +12,15 @@ def as_inductor_pass(**options: Any) -> Any:
     from moefuse.passes.inductor import InductorPass  # imports Inductor, which takes seconds
 
     return InductorPass(options)
+
+
+def as_torchair_pass(**options: Any) -> Any:
+    """A pass for torchair's `config.post_grad_custom_pre_pass` and for npugraph_ex's option of that name.
+
+    options: as for the backend, of which mode, target, exclude, dump and meta_device have a meaning here. Raises
+    OptionError for unknown ones. The result, a `moefuse.passes.torchair.TorchairPass`, is called with a graph module,
+    its example inputs and the compiler's configuration, and rewrites the graph in place.
+    """
+    from moefuse.passes.torchair import TorchairPass
+
+    return TorchairPass(options)

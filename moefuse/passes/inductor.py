@@ -6,21 +6,17 @@ and so vLLM's pass manager) see a graph that Inductor has decomposed, in which c
 there the pass leaves the graph as it is and says so.
 """
 
-import functools
-import hashlib
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule, Node
 
-import moefuse
 from moefuse.graph.capture import CaptureError, capture
 from moefuse.options import Options
-from moefuse.passes import pipeline
+from moefuse.passes import identity, pipeline
 from moefuse.passes.pipeline import FuseResult
 from moefuse.report.journal import JOURNAL
 from moefuse.report.model import GraphReport
@@ -38,7 +34,7 @@ class InductorPass(CustomGraphPass):
 
     def uuid(self) -> str:
         """Of this version's sources and of the options."""
-        return f"moefuse-{_sources()}-{self.options}"
+        return identity.uuid(self.options)
 
     def __call__(self, graph: Graph) -> None:
         """Rewrite the graph in place. In mode "on" an obstacle is an error, otherwise the graph stays and it is logged.
@@ -112,13 +108,3 @@ def _has(gm: GraphModule, path: str) -> bool:
             return False
         value = getattr(value, name)
     return True
-
-
-@functools.cache
-def _sources() -> str:
-    """A hash of the package's own files: whatever may change what the pass does."""
-    digest = hashlib.sha256()
-    root = Path(moefuse.__file__).parent
-    for path in sorted(root.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]

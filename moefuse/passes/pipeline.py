@@ -19,6 +19,7 @@ from moefuse.passes.canonicalize import canonicalize
 from moefuse.passes.fuse import escaping, fuse_site
 from moefuse.passes.lift import Candidate, find
 from moefuse.passes.record import Recorder, Recording
+from moefuse.passes.streams import crossing
 from moefuse.passes.unmark import clear, demand_fused, prove
 from moefuse.passes.verify import Checker, checker
 from moefuse.patterns.engine import lift
@@ -170,6 +171,11 @@ def _treat(
         row, user = escape
         reason = f"the expert rows `{row.name}` are also read by `{user.name}`, outside of the layer"
         return replace(report, check="escape", reason=reason)
+    if (switch := crossing(site)) is not None:
+        reason = (
+            f"`{switch.name}` stands between the first GEMM and the output: the layer isn't on one stream"
+        )
+        return replace(report, check="streams", reason=reason)
     try:
         call, output = fuse_site(graph, site, decision.target)
     except Conflict as conflict:
