@@ -23,7 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 from moefuse.frontend.lifter import hooked, refusals
 from moefuse.graph.capture import CaptureError, capture, is_control_flow
 from moefuse.graph.local import read_locally
-from moefuse.inner import compile_inner
+from moefuse.inner import choose, compile_inner
 from moefuse.ops import loop_markers
 from moefuse.options import OptionError, Options
 from moefuse.passes import pipeline
@@ -64,10 +64,10 @@ def moefuse(
     options: see `moefuse.options.Options`. Raises OptionError for unknown names and impossible values.
     """
     parsed = Options.parse(options)
-    inductor_options = _inductor_options(mode, parsed)
+    from_mode = _mode_options(mode, choose(parsed.inner, example_inputs))
     inputs, taking_the_whole = read_locally(gm, example_inputs)
     with refusals():
-        compiled = compile_graph(gm, inputs, parsed, inductor_options)
+        compiled = compile_graph(gm, inputs, parsed, from_mode)
     JOURNAL.record(compiled.report, CompileContext.current_compile_id())
     run = compiled.run if compiled.checker is None else _verified(compiled, gm, parsed.mode)
     return taking_the_whole(run)
@@ -82,13 +82,11 @@ class Compiled:
     checker: Checker | None = None
 
 
-def _inductor_options(mode: str | None, options: Options) -> dict[str, Any]:
+def _mode_options(mode: str | None, inner: str) -> dict[str, Any]:
     if mode is None or mode == "default":
         return {}
-    if options.inner != "inductor":
-        raise OptionError(
-            f"mode={mode!r}: only the inner compiler inductor has modes, got inner={options.inner!r}"
-        )
+    if inner != "inductor":
+        raise OptionError(f"mode={mode!r}: only the inner compiler inductor has modes, got inner={inner!r}")
     return dict(torch._inductor.list_mode_options(mode))
 
 
@@ -148,24 +146,28 @@ def compile_graph(
     gm: GraphModule,
     example_inputs: Sequence[Any],
     options: Options,
-    inductor_options: Mapping[str, Any],
+    inner_options: Mapping[str, Any],
     *,
     record: bool = False,
 ) -> Compiled:
     """The compiled callable, and what happened. See the module text. record: as for `pipeline.run`.
+
+    inner_options: for the inner compiler, beside those of the user's options, over which they win.
 
     Raises UnprovedError where the graph holds a loop that the front end has rewritten, and that isn't proved or isn't
     fused: such a graph must not run. From a graph that may run, the front end's markers are removed.
     """
     index = JOURNAL.next_index()
     nodes = len(gm.graph.nodes)
+    inner = choose(options.inner, example_inputs)
+    inner_options = {**options.inner_options, **inner_options}
     loops = [number for graph in _graphs(gm) for number in loop_markers.marked(graph)]
 
     def plain(report: GraphReport) -> Compiled:
         if loops:
             reason = report.note or (report.error.splitlines() or ["nothing is fused"])[-1]
             raise UnprovedError(dict.fromkeys(loops, reason))
-        run = compile_inner(gm, example_inputs, options.inner, inductor_options=inductor_options)
+        run = compile_inner(gm, example_inputs, inner, inner_options=inner_options)
         return Compiled(run, report)
 
     if stale := {number: reason for number in loops if (reason := hooked(number))}:
@@ -191,16 +193,12 @@ def compile_graph(
     if not result.calls:
         return plain(report)
     try:
-        rounding = (
-            {"emulate_precision_casts": True}
-            if options.round_as_eager and options.inner == "inductor"
-            else {}
-        )
+        rounding = {"emulate_precision_casts": True} if options.round_as_eager and inner == "inductor" else {}
         run = compile_inner(
             result.graph_module,
             example_inputs,
-            options.inner,
-            inductor_options={**rounding, **inductor_options},
+            inner,
+            inner_options={**rounding, **inner_options},
             original=gm,
         )
     except Exception as error:

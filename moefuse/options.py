@@ -6,7 +6,7 @@ In: the dict that a user gives to `torch.compile(options=...)`. Out: `Options`.
 import difflib
 import fnmatch
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 MODES = ("auto", "on", "off")
@@ -23,7 +23,9 @@ class Options:
     mode: "auto" fuses what the policy allows and leaves the rest with a reason; "on" makes every rejection of a
         MoE layer an error; "off" fuses nothing.
     target: "auto", or the name of a target such as "cpu" or "reference".
-    inner: the compiler of the rewritten graph, "inductor" or "eager".
+    inner: the compiler of the rewritten graph: "inductor", "eager", "npugraph_ex" or "torchair"; "auto" takes
+        npugraph_ex for graphs on an NPU and Inductor for others.
+    inner_options: handed to the inner compiler, see `moefuse.inner.compile_inner`.
     exclude: module path patterns (as in fnmatch) of layers to leave alone, such as "model.layers.1.*".
     dump: directory for before/after graphs and verdicts, "" for none.
     round_as_eager: Inductor rounds half precision intermediates of a fused graph where eager rounds them. It leaves
@@ -35,17 +37,18 @@ class Options:
 
     mode: str = "auto"
     target: str = "auto"
-    inner: str = "inductor"
+    inner: str = "auto"
     exclude: tuple[str, ...] = ()
     dump: str = ""
     round_as_eager: bool = True
     verify: bool = False
     meta_device: str = "cpu"
+    inner_options: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def parse(given: Mapping[str, Any] | None) -> "Options":
         """Check a user's options. Raises OptionError naming the option, what was expected and what came."""
-        known = {field.name: field for field in fields(Options)}
+        known = {one.name: one for one in fields(Options)}
         values: dict[str, Any] = {}
         for name, value in (given or {}).items():
             if name not in known:
@@ -85,7 +88,15 @@ def _target(name: str, value: Any) -> str:
 def _inner(name: str, value: Any) -> str:
     from moefuse.inner import INNER_COMPILERS
 
-    return _one_of(name, value, INNER_COMPILERS)
+    return _one_of(name, value, ("auto", *INNER_COMPILERS))
+
+
+def _inner_options(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise OptionError(
+            f"options[{name!r}]: expected a dict with the inner compiler's options by name, got {value!r}"
+        )
+    return dict(value)
 
 
 def _exclude(name: str, value: Any) -> tuple[str, ...]:
@@ -114,6 +125,7 @@ _PARSERS = {
     "mode": _mode,
     "target": _target,
     "inner": _inner,
+    "inner_options": _inner_options,
     "exclude": _exclude,
     "dump": _text,
     "round_as_eager": _flag,

@@ -188,7 +188,7 @@ def test_a_mode_of_torch_compile_reaches_inductor(monkeypatch: pytest.MonkeyPatc
     seen: list[Any] = []
 
     def compile_inner(gm: Any, inputs: Any, inner: str, **kwargs: Any) -> Any:
-        seen.append((inner, kwargs["inductor_options"]))
+        seen.append((inner, kwargs["inner_options"]))
         return gm.forward
 
     monkeypatch.setattr(backend, "compile_inner", compile_inner)

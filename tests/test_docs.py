@@ -11,7 +11,7 @@ import io
 import linecache
 import re
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from types import ModuleType
 
@@ -122,14 +122,15 @@ def test_every_page_is_linked_from_the_first():
 def test_every_option_has_its_row_with_its_default():
     table = rows("options.md")
     for option in fields(Options):
-        shown = repr(list(option.default) if isinstance(option.default, tuple) else option.default)
+        default = option.default_factory() if option.default is MISSING else option.default
+        shown = repr(list(default) if isinstance(default, tuple) else default)
         assert f"`{shown}`".replace("'", '"') in table[option.name].split("|")[0]
 
 
 def test_every_target_and_inner_compiler_is_named_with_the_options():
     table = rows("options.md")
     assert all(f"`{name}`" in table["target"] for name in ("auto", *targets.names()))
-    assert all(f"`{name}`" in table["inner"] for name in INNER_COMPILERS)
+    assert all(f"`{name}`" in table["inner"] for name in ("auto", *INNER_COMPILERS))
 
 
 def test_every_activation_has_its_row_with_its_formula():

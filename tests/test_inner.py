@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch import fx
 from torch._dynamo.utils import counters
 
 from moefuse.graph.capture import capture
-from moefuse.inner import compile_inner, is_control_flow
+from moefuse.inner import choose, compile_inner, is_control_flow
 
 
 def backend(inner: str, **options: Any) -> Callable[..., Any]:
@@ -36,14 +38,34 @@ class Counting(torch.nn.Module):
 
 def test_unknown_inner_is_named() -> None:
     gm = fx.symbolic_trace(lambda x: (x + 1,))
-    with pytest.raises(ValueError, match="inner: expected one of inductor, eager, got 'tvm'"):
+    with pytest.raises(
+        ValueError, match="inner: expected one of inductor, eager, npugraph_ex, torchair, got 'tvm'"
+    ):
         compile_inner(gm, [torch.ones(2)], "tvm")
 
 
 def test_options_for_eager_are_an_error() -> None:
     gm = fx.symbolic_trace(lambda x: (x + 1,))
-    with pytest.raises(ValueError, match=r"inductor_options: .*max_autotune"):
-        compile_inner(gm, [torch.ones(2)], "eager", inductor_options={"max_autotune": True})
+    with pytest.raises(ValueError, match=r"inner_options: .*max_autotune"):
+        compile_inner(gm, [torch.ones(2)], "eager", inner_options={"max_autotune": True})
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch_npu") is not None, reason="torch_npu is installed")
+@pytest.mark.parametrize("inner", ["npugraph_ex", "torchair"])
+def test_a_compiler_that_is_not_installed_is_named(inner: str) -> None:
+    gm = fx.symbolic_trace(lambda x: (x + 1,))
+    with pytest.raises(RuntimeError, match=f"inner='{inner}' needs torch_npu, which can't be imported"):
+        compile_inner(gm, [torch.ones(2)], inner)
+
+
+def test_auto_takes_npugraph_ex_on_an_npu() -> None:
+    class OnNpu(torch.Tensor):
+        device = SimpleNamespace(type="npu")
+
+    plain = torch.ones(2)
+    assert choose("auto", [3, plain]) == "inductor"
+    assert choose("auto", [3, plain, plain.as_subclass(OnNpu)]) == "npugraph_ex"
+    assert choose("eager", [plain.as_subclass(OnNpu)]) == "eager"
 
 
 def test_original_with_other_inputs_is_an_error() -> None:
@@ -59,7 +81,7 @@ def test_options_reach_inductor() -> None:
         seen.append((torch._inductor.config.epilogue_fusion, len(graph.nodes)))
 
     options = {"epilogue_fusion": False, "post_grad_custom_post_pass": look}
-    compiled = torch.compile(Counting(), backend=backend("inductor", inductor_options=options))
+    compiled = torch.compile(Counting(), backend=backend("inductor", inner_options=options))
     with torch.no_grad():
         compiled(torch.randn(2, 8))
     assert [s[0] for s in seen] == [False]

@@ -8,7 +8,7 @@ from moefuse.options import OptionError, Options
 
 
 def test_defaults() -> None:
-    assert Options.parse(None) == Options.parse({}) == Options("auto", "auto", "inductor", (), "")
+    assert Options.parse(None) == Options.parse({}) == Options("auto", "auto", "auto", (), "")
 
 
 def test_every_option() -> None:
@@ -39,7 +39,11 @@ WRONG: list[tuple[str, Any, str]] = [
     ("mode", True, "options['mode']: expected one of auto, on, off, got True"),
     ("target", "tpu", "options['target']: expected one of auto, cpu, reference, got 'tpu'"),
     ("target", None, "options['target']: expected one of auto, cpu, reference, got None"),
-    ("inner", "tvm", "options['inner']: expected one of inductor, eager, got 'tvm'"),
+    (
+        "inner",
+        "tvm",
+        "options['inner']: expected one of auto, inductor, eager, npugraph_ex, torchair, got 'tvm'",
+    ),
     (
         "exclude",
         "model.layers.1",
@@ -48,6 +52,11 @@ WRONG: list[tuple[str, Any, str]] = [
     ("exclude", [1], "options['exclude']: expected a list of module path patterns, got [1]"),
     ("exclude", None, "options['exclude']: expected a list of module path patterns, got None"),
     ("exclude", 3, "options['exclude']: expected a list of module path patterns, got 3"),
+    (
+        "inner_options",
+        [1],
+        "options['inner_options']: expected a dict with the inner compiler's options by name, got [1]",
+    ),
     ("dump", 1, "options['dump']: expected a string, got int 1"),
     ("dump", None, "options['dump']: expected a string, got NoneType None"),
 ]

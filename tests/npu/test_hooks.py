@@ -107,3 +107,17 @@ def test_cached_models_are_keyed_by_options_and_sources() -> None:
     plain, other = as_torchair_pass(), as_torchair_pass(exclude=["a"])
     assert _get_code_digest(plain) == _get_code_digest(as_torchair_pass())
     assert _get_code_digest(plain) != _get_code_digest(other)
+
+
+def test_as_the_inner_compiler_of_moefuse() -> None:
+    inputs, layer = operands(6), SEQUENCES["vllm_allgather"]
+    options = {"inner": "npugraph_ex", "inner_options": {"force_eager": True}}
+    got = torch.compile(layer, backend="moefuse", options=options)(*inputs)
+    torch.testing.assert_close(got, layer(*inputs), **TOLERANCE)
+    assert moefuse.reports()[-1].fused == 1
+
+
+def test_an_option_that_npugraph_ex_does_not_have() -> None:
+    options = {"inner": "npugraph_ex", "inner_options": {"fast": True}}
+    with pytest.raises(Exception, match="Invalid option 'fast'"):
+        torch.compile(SEQUENCES["cumulative"], backend="moefuse", options=options)(*operands(6))

@@ -55,3 +55,37 @@ def test_one_node(mode: str) -> None:
     assert [graph.count("moefuse.mega_moe.default") for graph in said["graphs"]] == [1]
     assert said["fused"] == 1
     assert said["error"] < 2e-2  # bfloat16 has eight bits; both sides round their intermediate values
+
+
+AS_INNER = """
+import json
+from tests.npu.emulator import install
+install()
+import torch, moefuse
+from tests.npu.emulator.device import pretended
+from tests.npu.sequences import SEQUENCES
+from tests.npu.test_sequences import operands
+
+layer, inputs = SEQUENCES["sglang_bf16"], operands(6)
+config = {"mode": "reduce-overhead", "debug.run_eagerly": True}
+options = {"inner": "torchair", "inner_options": config}
+with pretended(), torch.no_grad():
+    run = torch.compile(layer, backend="moefuse", options=options)
+    error = float((run(*inputs) - layer(*inputs)).abs().max())
+    fused = moefuse.reports()[-1].fused
+    try:
+        torch._dynamo.reset()
+        options["inner_options"] = {"debug.run_fast": True}
+        torch.compile(layer, backend="moefuse", options=options)(*inputs)
+        said = ""
+    except Exception as raised:
+        said = str(raised)
+print(json.dumps({"error": error, "fused": fused, "said": said}))
+"""
+
+
+def test_as_the_inner_compiler_of_moefuse() -> None:
+    said = in_its_own_process(AS_INNER)
+    assert said["fused"] == 1
+    assert said["error"] < 2e-2  # bfloat16, as above
+    assert "torchair's CompilerConfig has no 'debug.run_fast'" in said["said"]
