@@ -37,8 +37,8 @@ def test_an_unknown_option_without_a_near_one() -> None:
 WRONG: list[tuple[str, Any, str]] = [
     ("mode", "fast", "options['mode']: expected one of auto, on, off, got 'fast'"),
     ("mode", True, "options['mode']: expected one of auto, on, off, got True"),
-    ("target", "tpu", "options['target']: expected one of auto, cpu, reference, got 'tpu'"),
-    ("target", None, "options['target']: expected one of auto, cpu, reference, got None"),
+    ("target", "tpu", "options['target']: expected one of auto, cpu, npu, reference, got 'tpu'"),
+    ("target", None, "options['target']: expected one of auto, cpu, npu, reference, got None"),
     (
         "inner",
         "tvm",

@@ -26,7 +26,8 @@ def _run(
     options = Options(**constants)
     operands = Operands(*tensors)
     check_arguments(operands, options)
-    return communicator()(kernel(target), context, operands, options)
+    rows = kernel(target)
+    return communicator(target)(rows, context, operands, options)
 
 
 def _autograd(keyset: torch._C.DispatchKeySet, *args: Any, **constants: Any) -> tuple[Tensor, Tensor]:

@@ -59,16 +59,18 @@ class Communicator(Protocol):
         ...
 
 
-_COMMUNICATORS: list[Communicator] = []
+_COMMUNICATORS: dict[str, Communicator] = {}
 
 
-def register_communicator(communicator: Communicator) -> None:
-    """Make `communicator` answer mega_moe.ep. The last registration holds."""
-    _COMMUNICATORS.append(communicator)
+def register_communicator(communicator: Communicator, target: str = "") -> None:
+    """Make `communicator` answer mega_moe.ep, of one target or of all that have none. The last registration holds."""
+    _COMMUNICATORS[target] = communicator
 
 
-def communicator() -> Communicator:
-    """What answers mega_moe.ep."""
-    if not _COMMUNICATORS:
+def communicator(target: str) -> Communicator:
+    """What answers mega_moe.ep(target=target)."""
+    if target in _COMMUNICATORS:
+        return _COMMUNICATORS[target]
+    if "" not in _COMMUNICATORS:
         import_module("moefuse.comm")
-    return _COMMUNICATORS[-1]
+    return _COMMUNICATORS[""]

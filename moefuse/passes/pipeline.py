@@ -57,7 +57,8 @@ def run(
     Raises RejectedError in mode "on" when a found layer isn't fused, UnprovedError where a rewritten loop
     (`moefuse.frontend`) isn't proved to mean what was written, or isn't fused.
     """
-    import moefuse.ops.mega_moe  # noqa: F401  registers the operator
+    import moefuse.ops.mega_moe
+    import moefuse.targets  # noqa: F401  both register what they hold
 
     graph = gm.graph
     result = FuseResult(gm, nodes_before=len(graph.nodes), nodes_after=len(graph.nodes))

@@ -4,7 +4,7 @@ In: a `MoeSpec` and the target that the user asked for. Out: a `Decision`: the t
 every check, its reason and the facts it read. Equal on every rank, since a spec holds nothing local.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moefuse.ops.spec import MoeSpec
@@ -16,6 +16,8 @@ __all__ = ["Check", "CheckResult", "Decision", "Verdict", "checks_of", "decide",
 AUTO = "auto"
 
 _CHECKS: dict[str, tuple[Check, ...]] = {"cpu": cpu.CHECKS, "reference": reference.CHECKS}
+_JUDGES: dict[str, Callable[[MoeSpec], Verdict]] = {}
+"""Of targets whose checks depend on the machine."""
 _DEVICE_TARGETS: dict[str, str] = {"cpu": "cpu"}
 
 
@@ -32,9 +34,21 @@ class Decision:
         return self.verdict.ok
 
 
-def register(target: str, checks: Sequence[Check], *, device_type: str | None = None) -> None:
-    """Add a target's checks; with `device_type`, target="auto" chooses it there."""
+def register(
+    target: str,
+    checks: Sequence[Check] = (),
+    *,
+    judge: Callable[[MoeSpec], Verdict] | None = None,
+    device_type: str | None = None,
+) -> None:
+    """Add a target's checks; with `device_type`, target="auto" chooses it there.
+
+    judge: instead of `checks`, for a target whose checks depend on what the machine has.
+    """
     _CHECKS[target] = tuple(checks)
+    _JUDGES.pop(target, None)
+    if judge is not None:
+        _JUDGES[target] = judge
     if device_type is not None:
         _DEVICE_TARGETS[device_type] = target
 
@@ -49,10 +63,14 @@ def checks_of(target: str) -> tuple[Check, ...]:
 def decide(spec: MoeSpec, *, target: str = AUTO) -> Decision:
     """Choose the target of a layer and judge it. Raises ValueError for an unknown target."""
     if target != AUTO:
-        return Decision(target, judge(spec, checks_of(target)))
+        return Decision(target, _judged(target, spec))
     device_type = spec.device.partition(":")[0]
     chosen = _DEVICE_TARGETS.get(device_type)
     if chosen is None:
         reason = f'no target runs on {device_type!r} yet; target="reference" runs everywhere'
         return Decision("", Verdict.refuse("target", reason, device=spec.device))
-    return Decision(chosen, judge(spec, checks_of(chosen)))
+    return Decision(chosen, _judged(chosen, spec))
+
+
+def _judged(target: str, spec: MoeSpec) -> Verdict:
+    return _JUDGES[target](spec) if target in _JUDGES else judge(spec, checks_of(target))

@@ -4,9 +4,11 @@ In: `register(target)`. Out: `get(name)` and `names()`; each registered target's
 `mega_moe(target=name)`.
 """
 
-from moefuse.ops.kernels import register_kernel
+from moefuse import policy
+from moefuse.ops.kernels import register_communicator, register_kernel
 from moefuse.targets.base import Target
 from moefuse.targets.cpu import CpuTarget
+from moefuse.targets.npu.target import NpuTarget
 from moefuse.targets.reference import ReferenceTarget
 
 __all__ = ["Target", "get", "names", "register"]
@@ -18,6 +20,8 @@ def register(target: Target) -> None:
     """Add a target (or replace the one of its name), here and for the operator."""
     _TARGETS[target.name] = target
     register_kernel(target.name, target.run)
+    if target.communicates:
+        register_communicator(lambda _, *call: target.run(*call), target.name)
 
 
 def get(name: str) -> Target:
@@ -34,3 +38,6 @@ def names() -> list[str]:
 
 register(ReferenceTarget())
 register(CpuTarget())
+_NPU = NpuTarget()
+register(_NPU)
+policy.register(_NPU.name, judge=_NPU.supports, device_type="npu")

@@ -15,9 +15,13 @@ from moefuse.policy import Verdict, checks_of, judge
 
 
 class Target(ABC):
-    """One way to run the operator. Stateless where possible; one instance per process."""
+    """One way to run the operator. Stateless where possible; one instance per process.
+
+    communicates: `run` itself exchanges the rows of experts that are spread over ranks, given their context.
+    """
 
     name: ClassVar[str]
+    communicates: ClassVar[bool] = False
 
     def supported(self) -> Verdict:
         """Does this machine have what the target needs? Yes, unless a target says otherwise."""

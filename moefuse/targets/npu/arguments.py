@@ -1,0 +1,91 @@
+"""From one mega_moe.ep call to the vendor's arguments: ids, weights and tokens in the dtypes and number it takes.
+
+In: operands, options, the context of the call and the device family. Out: `Arguments`. No value of a tensor is read,
+and shapes decide nothing but how many rows are added: the same operators run whatever the tokens are.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefuse.ops.operands import Operands
+from moefuse.ops.options import Options
+from moefuse.targets.npu.context import NpuContext
+from moefuse.targets.npu.weights import prepare
+
+UNIFORM_FAMILIES = ("A2", "A3")
+"""Devices on which every rank must bring as many tokens as the others."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """tensors, lists and numbers: by the names of `abi.py`. tokens: rows of `y` that are the call's own."""
+
+    tensors: dict[str, Tensor]
+    lists: dict[str, list[Tensor]]
+    numbers: dict[str, Any]
+    tokens: int
+
+    @property
+    def result(self) -> tuple[Tensor, Tensor]:
+        """y [T, H] without added rows, and expert_token_nums."""
+        return self.tensors["y"][: self.tokens], self.tensors["expert_token_nums"]
+
+
+def arguments(context: NpuContext, operands: Operands, options: Options, family: str) -> Arguments:
+    """See the module text. Raises NpuContextError where the call isn't what the context was made for."""
+    context.check(operands, options)
+    x, tokens = operands.x.contiguous(), operands.x.shape[0]
+    tensors = {
+        "context": context.tensor,
+        "x": x,
+        "topk_ids": operands.topk_ids.to(torch.int32).contiguous(),
+        "topk_weights": operands.topk_weights.to(torch.float32).contiguous(),
+    }
+    if (rows := _rows(context, tokens, family)) != tokens:
+        tensors |= _filled_up(tensors, tokens, rows, operands.topk_ids.shape[1])
+    tensors["y"] = x.new_empty((rows, x.shape[1]))
+    tensors["expert_token_nums"] = x.new_empty((options.local_experts,), dtype=torch.int32)
+    lists = {
+        "weight1": prepare(operands.weight1, options.transpose_weight1),
+        "weight2": prepare(operands.weight2, options.transpose_weight2),
+    }
+    return Arguments(tensors, lists, numbers(context, options), tokens)
+
+
+def numbers(context: NpuContext, options: Options) -> dict[str, Any]:
+    """The arguments that are no tensors; those that the context says nothing of are left to their defaults."""
+    sizes = context.sizes
+    values = {
+        "moe_expert_num": sizes.num_experts,
+        "ep_world_size": sizes.ep_world_size,
+        "ccl_buffer_size": context.ccl_buffer_size,
+        "max_recv_token_num": sizes.max_recv_token_num,
+        "num_max_tokens_per_rank": sizes.num_max_tokens_per_rank,
+        "activation": options.activation,
+        "activation_params": list(options.activation_params),
+        "topo_type": context.topo_type,
+        "rank_num_per_server": context.rank_num_per_server,
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _rows(context: NpuContext, tokens: int, family: str) -> int:
+    """Rows that are handed over: one at least, and the most that any rank has where all must have as many."""
+    if family in UNIFORM_FAMILIES and not context.uniform_tokens:
+        return context.sizes.num_max_tokens_per_rank
+    return max(tokens, 1)
+
+
+def _filled_up(given: dict[str, Tensor], tokens: int, rows: int, top_k: int) -> dict[str, Tensor]:
+    """Added rows choose experts 0..K-1 with weight 0 and are masked: they cost nothing and reach no one."""
+    x, ids, weights = given["x"], given["topk_ids"], given["topk_weights"]
+    more_x = x.new_zeros((rows, x.shape[1]))
+    more_ids = torch.arange(top_k, dtype=torch.int32, device=x.device).repeat(rows, 1)
+    more_weights = weights.new_zeros((rows, top_k))
+    mask = torch.zeros(rows, dtype=torch.int8, device=x.device)
+    more_x[:tokens], more_ids[:tokens], more_weights[:tokens] = x, ids, weights
+    mask[:tokens] = 1
+    return {"x": more_x, "topk_ids": more_ids, "topk_weights": more_weights, "x_active_mask": mask}

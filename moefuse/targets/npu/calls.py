@@ -1,0 +1,114 @@
+"""The two ways in which the vendor's operator is called: its torch operator, or its C interface.
+
+In: `Arguments`. Out: the operator enqueued on the current stream, its outputs written. Both take the same names.
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from moefuse.targets.npu.arguments import Arguments
+from moefuse.targets.npu.call import Buffer, MegaMoe
+from moefuse.targets.npu.machine import Machine
+from moefuse.targets.npu.plan import PlanError
+
+_DTYPES = {
+    torch.float32: 0,
+    torch.float16: 1,
+    torch.int8: 2,
+    torch.int32: 3,
+    torch.int64: 9,
+    torch.bfloat16: 27,
+}
+"""Numbers of the C interface."""
+
+
+class Call(Protocol):
+    """Runs the operator once."""
+
+    def __call__(self, given: Arguments) -> tuple[Tensor, Tensor]:
+        """Returns y [T, H] and expert_token_nums."""
+        ...
+
+
+class CCall:
+    """The C interface. One workspace per stream, kept: a captured graph reads it at every replay.
+
+    stream: gives the current stream's handle for a device.
+    """
+
+    def __init__(self, machine: Machine, stream: Callable[[torch.device], int]) -> None:
+        assert machine.runtime is not None
+        self._machine, self._runtime, self._stream = machine, machine.runtime, stream
+        self._calls: dict[tuple[torch.device, int], MegaMoe] = {}
+        self._workspaces: list[Tensor] = []
+        self._lock = threading.Lock()
+
+    def __call__(self, given: Arguments) -> tuple[Tensor, Tensor]:
+        """Raises PlanError for what this revision can't be told, CallError where the library refuses."""
+        device = given.tensors["x"].device
+        values: dict[str, Any] = {name: buffer(tensor) for name, tensor in given.tensors.items()}
+        values |= {name: [buffer(tensor) for tensor in tensors] for name, tensors in given.lists.items()}
+        stream = self._stream(device)
+        with self._lock:
+            self._of(device, stream)(values | given.numbers, stream)
+        return given.result
+
+    def _of(self, device: torch.device, stream: int) -> MegaMoe:
+        if (device, stream) not in self._calls:
+            machine = self._machine
+
+            def allocate(size: int) -> int:
+                self._workspaces.append(torch.empty(size, dtype=torch.uint8, device=device))
+                return self._workspaces[-1].data_ptr()
+
+            self._calls[device, stream] = MegaMoe(machine.library, machine.revision, self._runtime, allocate)
+        return self._calls[device, stream]
+
+
+def buffer(tensor: Tensor) -> Buffer:
+    """A tensor as the C interface describes it. Raises PlanError for a dtype that it has no number for."""
+    if tensor.dtype not in _DTYPES:
+        raise PlanError(f"expected a dtype of {', '.join(map(str, _DTYPES))}, got {tensor.dtype}")
+    return Buffer(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), _DTYPES[tensor.dtype])
+
+
+class OfficialCall:
+    """The torch operator of the vendor's package, which allocates its outputs itself."""
+
+    def __init__(self, operator: Any) -> None:
+        self._operator = operator
+        self._names = {argument.name for argument in operator._schema.arguments}
+
+    def __call__(self, given: Arguments) -> tuple[Tensor, Tensor]:
+        """Raises PlanError for what this version's schema can't be told."""
+        inputs = {name: t for name, t in given.tensors.items() if name not in ("y", "expert_token_nums")}
+        y, nums = self._operator(**inputs, **given.lists, **self._numbers(given.numbers))
+        return y[: given.tokens], nums
+
+    def _numbers(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
+        values = dict(numbers)
+        values |= named_activation(values["activation"], values.pop("activation_params"))
+        return {name: value for name, value in values.items() if self._takes(name, value)}
+
+    def _takes(self, name: str, value: Any) -> bool:
+        if name in self._names:
+            return True
+        if name == "activation" and value == "swiglu":  # the only one, before there was the argument
+            return False
+        raise PlanError(f"{name}: the installed npu_mega_moe has no such argument, got {value!r}")
+
+
+def named_activation(activation: str, params: list[float]) -> dict[str, Any]:
+    """An activation's numbers as the torch operator names them. Raises PlanError for an activation that it hasn't."""
+    if activation in ("swiglu", "swiglustep"):
+        return {"activation_clamp": float(params[0])} if params else {}
+    if activation == "swigluoai":
+        limit, alpha, beta = params
+        return {"activation_clamp": limit, "activation_params": {"alpha": alpha, "beta": beta}}
+    if activation == "situglu":
+        return {"activation_params": dict(zip(("beta", "linear_beta"), params, strict=True))}
+    raise PlanError(f"activation: npu_mega_moe has no {activation!r}")

@@ -1,0 +1,139 @@
+"""The npu target: a layer whose experts are spread over ranks of NPUs is one call of aclnnMegaMoe.
+
+In: a spec to judge, or a mega_moe.ep call. Out: a verdict, or the layer's result. The operator exchanges the rows
+between the ranks itself, so this target communicates by itself too; it has nothing for layers of a single rank, which
+aclnnMegaMoe doesn't take.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefuse.ops.operands import Operands
+from moefuse.ops.options import Options
+from moefuse.ops.spec import MoeSpec
+from moefuse.policy import Verdict
+from moefuse.policy.npu import Conditions, NotAllowedError, decide_npu
+from moefuse.policy.npu_limits import family_of
+from moefuse.targets.base import Target
+from moefuse.targets.npu.arguments import arguments
+from moefuse.targets.npu.calls import Call, CCall, OfficialCall
+from moefuse.targets.npu.context import NpuContext, resolve
+from moefuse.targets.npu.library import InstallError
+from moefuse.targets.npu.machine import Machine, hccl_buffer_bytes, machine
+
+DEFAULT_MAX_TOKENS = 4096
+"""Tokens per rank for which a layer is judged before its context is made."""
+
+
+class NpuTarget(Target):
+    """See the module text.
+
+    find: what this machine offers, asked when it is needed. stream: the current stream's handle, for the C interface.
+    """
+
+    name = "npu"
+    communicates = True
+
+    def __init__(
+        self,
+        find: Callable[[], Machine] = machine,
+        stream: Callable[[torch.device], int] | None = None,
+    ) -> None:
+        self._find, self._stream = find, stream or _current_stream
+        self._judged: dict[Any, Verdict] = {}
+
+    def supported(self) -> Verdict:
+        """Is there a device, and an operator whose revision is known?"""
+        try:
+            self._find()
+        except InstallError as error:
+            return Verdict.refuse("install", str(error))
+        return Verdict(True)
+
+    def supports(self, spec: MoeSpec) -> Verdict:
+        """May this layer become one aclnnMegaMoe here? The same function judges it again when its context is known."""
+        if not self.supported().ok:
+            return self.supported()
+        return decide_npu(spec, self._conditions(DEFAULT_MAX_TOKENS, 0))
+
+    def run(self, context: Tensor | None, operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
+        """One call.
+
+        Raises:
+            NpuContextError: no context, or a call that isn't what it was made for.
+            NotAllowedError: a layer that the operator doesn't take.
+            PlanError, CallError: see `targets/npu/calls.py`.
+        """
+        if context is None:
+            raise NotAllowedError(
+                "mega_moe on one rank: aclnnMegaMoe takes experts that are spread over ranks (mega_moe.ep)"
+            )
+        made = resolve(context, operands, options)
+        verdict = self._judge(made, operands, options)
+        if not verdict.ok:
+            raise NotAllowedError(
+                f"the layer may not become an aclnnMegaMoe: {verdict.check}: {verdict.reason}"
+            )
+        given = arguments(made, operands, options, family_of(self._find().soc))
+        return self._call(given)
+
+    @functools.cached_property
+    def _call(self) -> Call:
+        found = self._find()
+        if found.official is not None:
+            return OfficialCall(found.official)
+        return CCall(found, self._stream)
+
+    def _conditions(self, max_tokens: int, max_recv: int) -> Conditions:
+        found = self._find()
+        return Conditions(found.soc, found.revision, max_tokens, max_recv, hccl_buffer_bytes())
+
+    def _judge(self, made: NpuContext, operands: Operands, options: Options) -> Verdict:
+        """Once per layer: a spec has no token count, and nothing else of a call changes."""
+        spec = spec_of(operands, options)
+        key = (made.sizes, spec)
+        if key not in self._judged:
+            sizes = made.sizes
+            conditions = self._conditions(sizes.num_max_tokens_per_rank, sizes.max_recv_token_num)
+            self._judged[key] = decide_npu(spec, conditions)
+        return self._judged[key]
+
+
+def spec_of(operands: Operands, options: Options) -> MoeSpec:
+    """The spec of a call, ids taken to be in range: whoever calls has promised it, and no value is read."""
+    weight1, weight2 = operands.weight1[0], operands.weight2[0]
+    rows = (-2, -1)
+    outputs1, outputs2 = (rows[not options.transpose_weight1], rows[not options.transpose_weight2])
+    gated = options.gate_up not in ("none", "separate")
+    width = weight1.shape[outputs1]
+    return MoeSpec(
+        num_experts=options.num_experts,
+        top_k=operands.topk_ids.shape[1],
+        hidden=operands.x.shape[1],
+        intermediate=width // 2 if gated else width,
+        out_features=weight2.shape[outputs2],
+        device=str(operands.x.device),
+        ep_world_size=options.ep_world_size,
+        gate_up=options.gate_up,  # type: ignore[arg-type]
+        activation=options.activation,
+        activation_params=tuple(options.activation_params),
+        weight_position=options.weight_position,  # type: ignore[arg-type]
+        row_norm=options.row_norm,  # type: ignore[arg-type]
+        num_identity_experts=options.num_identity_experts,
+        has_bias1=bool(operands.bias1),
+        has_bias2=bool(operands.bias2),
+        x_dtype=operands.x.dtype,
+        expert_dtype=weight1.dtype,
+        output_dtype=options.output_dtype or operands.x.dtype,
+        router_dtype=operands.topk_weights.dtype,
+        ids_checked=True,
+    )
+
+
+def _current_stream(device: torch.device) -> int:
+    """Reading it drains torch_npu's queue: what was enqueued before is on the stream when the call is."""
+    return int(torch.get_device_module(device).current_stream(device).npu_stream)
