@@ -110,7 +110,10 @@ def _npugraph_ex(
 def _torchair(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any]
 ) -> Callable[..., Any]:
+    from moefuse.targets.npu import ge
+
     compiler = _of_torch_npu("torchair")
+    ge.register()
     config = compiler.CompilerConfig()
     for path, value in options.items():
         owner, _, name = path.rpartition(".")

@@ -21,6 +21,7 @@ from moefuse.passes import identity, pipeline
 from moefuse.passes.pipeline import FuseResult, RejectedError
 from moefuse.report.journal import JOURNAL
 from moefuse.report.model import GraphReport
+from moefuse.targets.npu import ge
 
 log = logging.getLogger("moefuse")
 
@@ -55,6 +56,7 @@ class TorchairPass:
         Raises:
             RejectedError: in mode "on", when a found layer isn't fused.
         """
+        ge.register()
         index, nodes = JOURNAL.next_index(), len(gm.graph.nodes)
         try:
             result = self._fuse(gm, example_inputs, index)

@@ -89,3 +89,70 @@ def test_as_the_inner_compiler_of_moefuse() -> None:
     assert said["fused"] == 1
     assert said["error"] < 2e-2  # bfloat16, as above
     assert "torchair's CompilerConfig has no 'debug.run_fast'" in said["said"]
+
+
+GE = """
+import json, re
+from pathlib import Path
+from tests.npu.emulator import install
+install()
+import torch, torchair, moefuse
+from moefuse.passes import as_torchair_pass
+from moefuse.targets.npu import close_npu_contexts
+from tests.npu.emulator.device import pretended, pretended_engine
+from tests.npu.expert_parallel import H, Layers, vendor
+
+config = torchair.CompilerConfig()
+config.mode = "max-autotune"
+config.debug.run_eagerly = True
+config.debug.graph_dump.type = "pbtxt"
+config.debug.graph_dump.path = FOLDER
+config.post_grad_custom_pre_pass = as_torchair_pass()
+errors = []
+with pretended(), pretended_engine(), torch.no_grad(), vendor() as library:
+    for uniform, listed in ((True, True), (False, False)):
+        torch._dynamo.reset()
+        model = Layers(2, uniform, listed).eval()
+        x = torch.randn(6, H).bfloat16()
+        torch._dynamo.mark_dynamic(x, 0)
+        run = torch.compile(model, backend=torchair.get_npu_backend(compiler_config=config), fullgraph=True)
+        errors.append(float((run(x) - model(x)).abs().max()))
+        close_npu_contexts()
+    refused = Layers(1, True, True)
+    again = Layers(1, True, True)
+    torch._dynamo.reset()
+    try:
+        torch.compile(refused, backend=torchair.get_npu_backend(compiler_config=config))(x)
+        said = ""
+    except Exception as error:
+        said = str(error)
+nodes = []
+for path in sorted(Path(FOLDER).iterdir()):
+    text = [part for part in re.split("(?m)^node {", path.read_text()) if 'op: "MegaMoe"' in part]
+    nodes.append([re.findall('key: "([^"]*)"', part) for part in text])
+print(json.dumps({"errors": errors, "nodes": nodes, "said": said}))
+"""
+
+
+def test_a_ge_graph_has_one_operator_per_layer(tmp_path: Path) -> None:
+    said = in_its_own_process(GE.replace("FOLDER", repr(str(tmp_path))))
+    assert said["errors"] == [0.0, 0.0]  # the same library computed both sides
+    uniform, filled = said["nodes"][:2]
+    wanted = {
+        "[i]context",
+        "[i]x",
+        "[i]topk_ids",
+        "[i]topk_weights",
+        "[i]weight10",
+        "[i]weight11",
+        "[i]weight20",
+    }
+    wanted |= {"[o]y", "[o]expert_token_nums", "moe_expert_num", "ep_world_size", "ccl_buffer_size"}
+    wanted |= {"num_max_tokens_per_rank", "activation", "activation_params"}
+    for keys in (*uniform, *filled):
+        assert wanted <= set(keys)
+        assert "dispatch_quant_out_dtype" not in keys  # GE's default is another number than the C interface's
+    assert (len(uniform), len(filled)) == (2, 2)
+    assert not any("[i]x_active_mask" in keys for keys in uniform)
+    assert all("[i]x_active_mask" in keys for keys in filled)
+    assert "2 open contexts fit this layer" in said["said"]

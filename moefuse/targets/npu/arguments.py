@@ -44,7 +44,7 @@ def arguments(context: NpuContext, operands: Operands, options: Options, family:
         "topk_ids": operands.topk_ids.to(torch.int32).contiguous(),
         "topk_weights": operands.topk_weights.to(torch.float32).contiguous(),
     }
-    if (rows := _rows(context, tokens, family)) != tokens:
+    if (rows := rows_of(context, tokens, family)) != tokens:
         tensors |= _filled_up(tensors, tokens, rows, operands.topk_ids.shape[1])
     tensors["y"] = x.new_empty((rows, x.shape[1]))
     tensors["expert_token_nums"] = x.new_empty((options.local_experts,), dtype=torch.int32)
@@ -72,11 +72,13 @@ def numbers(context: NpuContext, options: Options) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _rows(context: NpuContext, tokens: int, family: str) -> int:
+def rows_of(context: NpuContext, tokens: int, family: str) -> int:
     """Rows that are handed over: one at least, and the most that any rank has where all must have as many."""
     if family in UNIFORM_FAMILIES and not context.uniform_tokens:
         return context.sizes.num_max_tokens_per_rank
-    return max(tokens, 1)
+    return (
+        1 if isinstance(tokens, int) and tokens == 0 else tokens
+    )  # a symbol is of a graph for 2 tokens or more
 
 
 def _filled_up(given: dict[str, Tensor], tokens: int, rows: int, top_k: int) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import importlib.util
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -68,7 +68,9 @@ class NpuContext:
 
     def check(self, operands: Operands, options: Options) -> None:
         """Raise NpuContextError naming what in a call isn't what the context was made for."""
-        _differs(self.sizes, operands, options, f"the context at {self.tensor.data_ptr():#x}")
+        asked = Asked.of(operands.x.shape[1], operands.topk_ids.shape[1], options)
+        if difference := asked.difference(self.sizes):
+            raise NpuContextError(f"{difference} for the context at {self.tensor.data_ptr():#x}")
         tokens = operands.x.shape[0]
         if tokens > self.sizes.num_max_tokens_per_rank:
             raise NpuContextError(
@@ -183,18 +185,39 @@ def _remember(context: NpuContext) -> NpuContext:
     return context
 
 
+class Asked(NamedTuple):
+    """The sizes of a layer that must be those of its context."""
+
+    ep_world_size: int
+    num_experts: int
+    top_k: int
+    hidden: int
+
+    @staticmethod
+    def of(hidden: int, top_k: int, options: Options) -> "Asked":
+        """Of a call."""
+        return Asked(options.ep_world_size, options.num_experts, top_k, hidden)
+
+    def difference(self, sizes: Sizes) -> str:
+        """The first size that differs, in words; "" where all are equal."""
+        for name, value in self._asdict().items():
+            if value != getattr(sizes, name):
+                return f"{name}: expected {getattr(sizes, name)}, got {value}"
+        return ""
+
+
 def resolve(tensor: Tensor, operands: Operands, options: Options) -> NpuContext:
     """The open context that a call means: the one at the tensor's address, else the only one of the call's sizes.
 
     A graph compiler may hand over a copy of the context; its values are the same. Raises NpuContextError.
     """
     found = _open.get(tensor.data_ptr())
-    return found if found is not None else only_one(operands, options)
+    return found or only_one(Asked.of(operands.x.shape[1], operands.topk_ids.shape[1], options))
 
 
-def only_one(operands: Operands, options: Options) -> NpuContext:
+def only_one(asked: Asked) -> NpuContext:
     """The only open context that fits a layer. Raises NpuContextError where there is none, or more than one."""
-    fitting = [one for one in _open.values() if not _difference(one.sizes, operands, options)]
+    fitting = [one for one in _open.values() if not asked.difference(one.sizes)]
     if len(fitting) != 1:
         count = "no" if not fitting else f"{len(fitting)}"
         raise NpuContextError(
@@ -211,21 +234,3 @@ def close_npu_contexts() -> None:
         _, context = _open.popitem()
         if context.release is not None:
             context.release()
-
-
-def _differs(sizes: Sizes, operands: Operands, options: Options, what: str) -> None:
-    if difference := _difference(sizes, operands, options):
-        raise NpuContextError(f"{difference} for {what}")
-
-
-def _difference(sizes: Sizes, operands: Operands, options: Options) -> str:
-    asked = {
-        "ep_world_size": options.ep_world_size,
-        "num_experts": options.num_experts,
-        "top_k": operands.topk_ids.shape[1],
-        "hidden": operands.x.shape[1],
-    }
-    for name, value in asked.items():
-        if value != getattr(sizes, name):
-            return f"{name}: expected {getattr(sizes, name)}, got {value}"
-    return ""

@@ -60,12 +60,17 @@ class Plan:
         Raises:
             PlanError: a missing, unknown or ill-typed value, or one that this revision has no argument for.
         """
+        given = self.own(values)
+        return [self._one(slot, given, make) for slot in self.signature]
+
+    def own(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The values by this revision's own names. Raises PlanError for one that it has no argument for."""
         own = {slot.name for slot in self.signature}
         given = self._activation(dict(values), own)
         for name, value in given.items():
             if name not in own and not _says_nothing(name, value):
                 raise PlanError(f"{name}: aclnnMegaMoe {self.revision} has no such argument, got {value!r}")
-        return [self._one(slot, given, make) for slot in self.signature]
+        return {name: value for name, value in given.items() if name in own}
 
     def _activation(self, values: dict[str, Any], own: set[str]) -> dict[str, Any]:
         """Numbers as the revision wants them: a list that is never null, or one clamp."""

@@ -46,6 +46,11 @@ class NpuTarget(Target):
         self._find, self._stream = find, stream or _current_stream
         self._judged: dict[Any, Verdict] = {}
 
+    @property
+    def machine(self) -> Machine:
+        """What was found. Raises InstallError."""
+        return self._find()
+
     def supported(self) -> Verdict:
         """Is there a device, and an operator whose revision is known?"""
         try:

@@ -1,0 +1,144 @@
+"""mega_moe.ep in GE's graphs: torchair's "max-autotune" and `dynamo_export`.
+
+In: a node with target="npu" while torchair converts a graph. Out: one GE operator MegaMoe, with what its inputs need
+around it (casts, and added rows where the device wants as many on every rank). The vendor's own converter for this
+operator raises at the revision that was seen, so moefuse has its own. Weights must lie as [E, K, N]: GE would transpose
+them at every step.
+"""
+
+import sys
+from typing import Any
+
+import torch
+
+from moefuse.ops.options import Options
+from moefuse.policy.npu_limits import family_of
+from moefuse.targets.npu.abi import OUTPUTS, Kind
+from moefuse.targets.npu.arguments import numbers, rows_of
+from moefuse.targets.npu.context import Asked, NpuContext, only_one
+from moefuse.targets.npu.machine import Machine
+from moefuse.targets.npu.plan import Plan, PlanError
+
+_LOADED = "torchair._ge_concrete_graph.fx2ge_converter"
+_registered: list[bool] = []
+
+
+def register() -> bool:
+    """Make torchair know the node, where torchair is loaded; False where it isn't."""
+    if _LOADED not in sys.modules:
+        return False
+    if not _registered:
+        import torchair
+
+        import moefuse.ops  # noqa: F401  registers the operator
+
+        torchair.register_fx_node_ge_converter(torch.ops.moefuse.mega_moe.ep)(convert)
+        _registered.append(True)
+    return True
+
+
+def convert(
+    context: Any,
+    x: Any,
+    topk_ids: Any,
+    topk_weights: Any,
+    weight1: list[Any],
+    weight2: list[Any],
+    bias1: list[Any],
+    bias2: list[Any],
+    row_scale: Any = None,
+    *,
+    target: str = "reference",
+    meta_outputs: Any = None,
+    **constants: Any,
+) -> Any:
+    """The converter: GE tensors in, GE tensors (y, expert_token_nums) out.
+
+    Raises:
+        PlanError: another target, or weights that GE would have to transpose.
+        NpuContextError: not exactly one open context fits the layer.
+    """
+    if target != "npu":
+        raise PlanError(f"target: GE runs mega_moe.ep with target='npu' only, got {target!r}")
+    from moefuse import targets
+
+    options = Options(**constants)
+    machine: Machine = targets.get("npu").machine  # type: ignore[attr-defined]
+    made = only_one(Asked.of(x.symsize[1], topk_ids.symsize[1], options))
+    transposed = [name for name in ("transpose_weight1", "transpose_weight2") if getattr(options, name)]
+    if transposed:
+        raise PlanError(
+            f"{transposed[0]}: expected weights that lie as [E, K, N] in a GE graph, got [E, N, K]"
+        )
+    tensors = _tensors(made, x, topk_ids, topk_weights, family_of(machine.soc))
+    lists = {"weight1": _matrices(weight1, options), "weight2": _matrices(weight2, options)}
+    y, nums = _operator(machine.revision, {"context": context} | tensors, lists, numbers(made, options))
+    if "x_active_mask" in tensors:
+        from torchair._ge_concrete_graph import ge_apis as ge
+
+        y = ge.Slice(y, [0, 0], ge.Shape(x))
+    return y, nums
+
+
+def _tensors(made: NpuContext, x: Any, ids: Any, weights: Any, family: str) -> dict[str, Any]:
+    """The inputs with a token axis, in the operator's dtypes, filled up where they must be (as `arguments` does)."""
+    from torchair._ge_concrete_graph import ge_apis as ge
+    from torchair.ge import DataType
+
+    tokens = x.symsize[0]
+    ids = ge.Cast(ids, dst_type=DataType.DT_INT32)
+    weights = ge.Cast(weights, dst_type=DataType.DT_FLOAT)
+    rows = rows_of(made, tokens, family)
+    if isinstance(rows, torch.SymInt) or rows == tokens:
+        return {"x": x, "topk_ids": ids, "topk_weights": weights}
+    have = ge.Gather(ge.Shape(x), 0)
+    more = ge.Reshape(ge.Pack([0, ge.Sub(rows, have), 0, 0], N=4, axis=0), [2, 2])
+    filled = ge.Less(ge.Range(0, rows, 1), have)
+    other = ge.Reshape(ge.Cast(ge.LogicalNot(filled), dst_type=DataType.DT_INT32), [rows, 1])
+    chosen = ge.Mul(other, ge.Const(list(range(made.sizes.top_k)), dtype=DataType.DT_INT32))
+    return {
+        "x": ge.Pad(x, more),
+        "topk_ids": ge.Add(ge.Pad(ids, more), chosen),
+        "topk_weights": ge.Pad(weights, more),
+        "x_active_mask": ge.Cast(filled, dst_type=DataType.DT_INT8),
+    }
+
+
+def _matrices(weights: list[Any], options: Options) -> list[Any]:
+    """One matrix per expert; a stacked weight is unpacked along its first axis."""
+    from torchair._ge_concrete_graph import ge_apis as ge
+
+    if len(weights[0].symsize) == 2:
+        return list(weights)
+    unpacked = ge.Unpack(weights[0], num=options.local_experts, axis=0)
+    return list(unpacked) if isinstance(unpacked, list | tuple) else [unpacked]
+
+
+def _operator(
+    revision: str, tensors: dict[str, Any], lists: dict[str, list[Any]], given: dict[str, Any]
+) -> Any:
+    """The node. Arguments that nobody gave are left to the operator's own defaults, which aren't the C interface's."""
+    from torchair._ge_concrete_graph.compat_ir import IrDef, ge_op
+    from torchair.ge import attr
+
+    plan = Plan(revision)
+    values = plan.own(tensors | lists | given)
+    kinds = {Kind.INT: attr.Int, Kind.TEXT: attr.Str, Kind.FLOAT: attr.Float, Kind.FLOATS: attr.ListFloat}
+    ir, attributes = IrDef("MegaMoe"), {}
+    for slot in plan.signature:
+        if slot.name in OUTPUTS:
+            ir = ir.output(slot.name, "")
+        elif slot.kind is Kind.TENSORS:
+            ir = ir.dynamic_input(slot.name, "")
+        elif slot.kind is Kind.TENSOR:
+            optional = slot.name in ("x_active_mask", "scales", "mask_buffer")
+            ir = (ir.optional_input if optional else ir.input)(slot.name, "")
+        elif slot.name in values:
+            attributes[slot.name] = kinds[slot.kind](values[slot.name])
+            ir = ir.required_attr(slot.name, kinds[slot.kind])
+    inputs = {
+        slot.name: values[slot.name]
+        for slot in plan.signature
+        if slot.name in values and slot.kind in (Kind.TENSOR, Kind.TENSORS)
+    }
+    return ge_op(op_type="MegaMoe", inputs=inputs, attrs=attributes, outputs=list(OUTPUTS), ir=ir)

@@ -1,0 +1,74 @@
+"""One rank of an expert-parallel layer, over the fake vendor library that computes; for processes that compile it."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import moefuse.ops  # noqa: F401  registers the operator
+from moefuse import targets
+from moefuse.targets.npu import NpuContext, Sizes, adopt, close_npu_contexts
+from moefuse.targets.npu.target import NpuTarget
+from tests.targets.npu.computing import Fake, fake, table
+
+W, E, K, H, I = 2, 4, 2, 1024, 1024  # noqa: E741
+
+
+@contextmanager
+def vendor(revision: str = "R6") -> Iterator[Fake]:
+    """The npu target of this process calls the fake library."""
+    with tempfile.TemporaryDirectory() as folder:
+        made, before = fake(Path(folder), revision), targets.get("npu")
+        targets.register(NpuTarget(lambda: made.machine, lambda _: 0))
+        yield made
+        targets.register(before)
+        close_npu_contexts()
+
+
+class Layers(nn.Module):
+    """Residual MoE layers whose experts are spread over two ranks; this is rank 0. listed: weights per expert."""
+
+    def __init__(self, layers: int, uniform_tokens: bool, listed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.listed = listed
+        self.gates = nn.ParameterList(torch.randn(H, E) for _ in range(layers))
+        w1, w2 = torch.randn(E, H, 2 * I) / H**0.5, torch.randn(E, I, H) / I**0.5
+        self.w1, self.w2 = w1.bfloat16(), w2.bfloat16()
+        half = [w[: E // W].clone() for w in (self.w1, self.w2)]
+        self.own1 = nn.ParameterList(half[0].unbind() if listed else [half[0]])
+        self.own2 = nn.ParameterList(half[1].unbind() if listed else [half[1]])
+        mine = [
+            [w for stack in own for w in (stack if not listed else [stack])] for own in (self.own1, self.own2)
+        ]
+        others = [list(w[E // W :]) for w in (self.w1, self.w2)]
+        context: NpuContext = adopt(
+            table(0, mine[0] + others[0], mine[1] + others[1]),
+            Sizes(W, E, K, H, 16),
+            ccl_buffer_size=200 << 20,
+            uniform_tokens=uniform_tokens,
+        )
+        self.register_buffer("context", context.tensor, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for gate in self.gates:
+            weights, ids = (x.float() @ gate).softmax(-1).topk(K)
+            own: list[Any] = [list(self.own1), list(self.own2), [], []]
+            y, _ = torch.ops.moefuse.mega_moe.ep(
+                self.context,
+                x,
+                ids,
+                weights,
+                *own,
+                num_experts=E,
+                ep_world_size=W,
+                transpose_weight1=False,
+                transpose_weight2=False,
+                target="npu",
+            )
+            x = x + y
+        return x
