@@ -6,6 +6,7 @@ aclnnMegaMoe doesn't take.
 """
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,12 @@ DEFAULT_MAX_TOKENS = 4096
 """Tokens per rank for which a layer is judged before its context is made."""
 
 
+ENGINE = ("tensor_parallel", "lora", "dynamic_eplb", "streams", "min_weight_bytes")
+"""What no graph shows: the facts of `NpuTarget.tell`."""
+_FORMATS = {-1: "ND", 0: "ND", 2: "ND", 29: "FRACTAL_NZ"}
+"""Numbers of torch_npu's memory formats; plain ones all lie alike."""
+
+
 class NpuTarget(Target):
     """See the module text.
 
@@ -45,6 +52,18 @@ class NpuTarget(Target):
     ) -> None:
         self._find, self._stream = find, stream or _current_stream
         self._judged: dict[Any, Verdict] = {}
+        self._engine: dict[str, Any] = {}
+
+    def tell(self, **facts: Any) -> None:
+        """What the engine around the graph knows, equal on all ranks; see `Conditions`.
+
+        facts: of `ENGINE`; those that aren't given are as by default. Raises ValueError for others.
+        """
+        unknown = [name for name in facts if name not in ENGINE]
+        if unknown:
+            raise ValueError(f"{unknown[0]}: expected one of {', '.join(ENGINE)}")
+        self._engine = dict(facts)
+        self._judged.clear()
 
     @property
     def machine(self) -> Machine:
@@ -63,7 +82,7 @@ class NpuTarget(Target):
         """May this layer become one aclnnMegaMoe here? The same function judges it again when its context is known."""
         if not self.supported().ok:
             return self.supported()
-        return decide_npu(spec, self._conditions(DEFAULT_MAX_TOKENS, 0))
+        return decide_npu(spec, self._conditions(DEFAULT_MAX_TOKENS, 0, "ND"))
 
     def run(self, context: Tensor | None, operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
         """One call.
@@ -93,17 +112,26 @@ class NpuTarget(Target):
             return OfficialCall(found.official)
         return CCall(found, self._stream)
 
-    def _conditions(self, max_tokens: int, max_recv: int) -> Conditions:
+    def _conditions(self, max_tokens: int, max_recv: int, weight_format: str) -> Conditions:
         found = self._find()
-        return Conditions(found.soc, found.revision, max_tokens, max_recv, hccl_buffer_bytes())
+        return Conditions(
+            found.soc,
+            found.revision,
+            max_tokens,
+            max_recv,
+            hccl_buffer_bytes(),
+            weight_format=weight_format,
+            **self._engine,
+        )
 
     def _judge(self, made: NpuContext, operands: Operands, options: Options) -> Verdict:
         """Once per layer: a spec has no token count, and nothing else of a call changes."""
         spec = spec_of(operands, options)
-        key = (made.sizes, spec)
+        lies = memory_format(operands.weight1[0])
+        key = (made.sizes, spec, lies)
         if key not in self._judged:
             sizes = made.sizes
-            conditions = self._conditions(sizes.num_max_tokens_per_rank, sizes.max_recv_token_num)
+            conditions = self._conditions(sizes.num_max_tokens_per_rank, sizes.max_recv_token_num, lies)
             self._judged[key] = decide_npu(spec, conditions)
         return self._judged[key]
 
@@ -137,6 +165,14 @@ def spec_of(operands: Operands, options: Options) -> MoeSpec:
         router_dtype=operands.topk_weights.dtype,
         ids_checked=True,
     )
+
+
+def memory_format(weight: Tensor) -> str:
+    """ND, or how an NPU's tensor lies in memory: an engine may have cast it, which its strides don't show."""
+    if weight.device.type != "npu":
+        return "ND"
+    number = int(importlib.import_module("torch_npu").get_npu_format(weight))
+    return _FORMATS.get(number, f"format {number}")
 
 
 def _current_stream(device: torch.device) -> int:

@@ -130,7 +130,7 @@ static void expert(const Plan *p, int64_t t, int64_t e, float weight, float *h, 
         for (int64_t n = 0; n < p->H; n++) y[n] += a * widen(w2[i * p->H + n]);
     }
 }
-aclnnStatus aclnnMegaMoe(void *workspace, uint64_t size, aclOpExecutor *p, aclrtStream stream) {
+static aclnnStatus run(void *workspace, Plan *p) {
     float *h = workspace, *y = h + 2 * p->I;
     aclnnStatus status = 0;
     last_rows = p->T; last_masked = 0; calls++;
@@ -146,6 +146,18 @@ aclnnStatus aclnnMegaMoe(void *workspace, uint64_t size, aclOpExecutor *p, aclrt
         }
         for (int64_t n = 0; n < p->H; n++) p->y[t * p->H + n] = narrow(y[n]);
     }
+    return status;
+}
+/* An emulated capture: what is enqueued meanwhile is kept and not run; a replay runs it on what its addresses hold. */
+int64_t capturing; static struct { void *workspace; Plan *plan; } captured[64]; static int kept;
+aclnnStatus replay(void) {
+    aclnnStatus status = 0;
+    for (int i = 0; i < kept && !status; i++) status = run(captured[i].workspace, captured[i].plan);
+    return status;
+}
+aclnnStatus aclnnMegaMoe(void *workspace, uint64_t size, aclOpExecutor *p, aclrtStream stream) {
+    if (capturing) { captured[kept].workspace = workspace; captured[kept++].plan = p; return 0; }
+    aclnnStatus status = run(workspace, p);
     free(p);
     return status;
 }
