@@ -104,7 +104,7 @@ def _build(isa: Isa, compiler: str, path: Path) -> None:
 def compile_into(library: Path, compiler: str, flags: Sequence[str]) -> None:
     """Compile the sources, one process per dtype side by side, and link them. Raises BuildError."""
     units = [(library.with_name(f"{name}.o"), "run.cpp", f"-DMOEFUSE_TYPE={name}") for name in TYPES]
-    units.append((library.with_name("moefuse.o"), "moefuse.cpp", "-DMOEFUSE_TYPE=float"))
+    units += [(library.with_name(f"{name}.o"), f"{name}.cpp", "-DMOEFUSE_TYPE=float") for name in ("moefuse", "exchange")]
     with ThreadPoolExecutor(len(units)) as pool:
         list(
             pool.map(

@@ -7,6 +7,8 @@
 
 namespace moefuse {
 
+struct Remote;
+
 enum GateUp : int64_t { NONE, CONCAT, INTERLEAVED, CONCAT_SWAPPED, INTERLEAVED_SWAPPED, SEPARATE };
 enum Position : int64_t { OUTPUT, MID, INPUT };
 
@@ -45,6 +47,13 @@ struct Layer {
     void* y;        // [tokens, outputs], contiguous
     int32_t* nums;  // [experts]
     int64_t threads;
+    // Expert-parallel: token rows come from and result rows go to other ranks, one slot per token; x and y are unused,
+    // and the sum over slots is left to them. Null on one rank.
+    Remote* remote;
+
+    int64_t id(int64_t slot) const {
+        return ids_are_64 ? static_cast<const int64_t*>(topk_ids)[slot] : static_cast<const int32_t*>(topk_ids)[slot];
+    }
 };
 
 // Computes the layer. Throws std::bad_alloc.

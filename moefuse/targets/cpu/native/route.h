@@ -21,8 +21,7 @@ struct Routing {
     explicit Routing(const Layer& layer) : first(layer.experts + 1), position(layer.tokens * layer.top_k) {
         const int64_t count = layer.tokens * layer.top_k;
         for (int64_t slot = 0; slot < count; slot++) {
-            const int64_t id = layer.ids_are_64 ? static_cast<const int64_t*>(layer.topk_ids)[slot]
-                                                : static_cast<const int32_t*>(layer.topk_ids)[slot];
+            const int64_t id = layer.id(slot);
             const bool exists = id >= 0 && id < layer.experts;
             position[slot] = exists ? int32_t(id) : -1;
             if (exists) first[id + 1]++;

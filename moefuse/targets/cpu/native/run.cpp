@@ -11,6 +11,7 @@
 #include "activation.h"
 #include "gemm.h"
 #include "layer.h"
+#include "remote.h"
 #include "route.h"
 #include "workspace.h"
 
@@ -40,13 +41,14 @@ class Run {
           packed_bytes_(PACKS<D> && packed_tokens(int(chunk_), false) ? x_bytes_ : 0),
           sums_bytes_(round_up((chunk_ + SPARE_ROWS) * SUMS_STRIDE * sizeof(float), 64)),
           row_bytes_(round_up(hidden_stride_ * rows_ * sizeof(D), 64)),
-          workspace_(row_bytes_ + round_up(rows_stride_ * rows_ * sizeof(D), 64) +
-                     threads * scratch_bytes()) {}
+          result_bytes_(layer.remote ? 0 : round_up(rows_stride_ * rows_ * sizeof(D), 64)),
+          workspace_(row_bytes_ + result_bytes_ + threads * scratch_bytes()) {}
 
     void thread(int thread, int threads) {
         first_.work(thread, [&](const Task& task, const Task* next) { first_gemm(task, next, thread); });
 #pragma omp barrier
         second_.work(thread, [&](const Task& task, const Task* next) { second_gemm(task, next, thread); });
+        if (layer_.remote) return;
 #pragma omp barrier
         switch (layer_.out_type) {
             case FLOAT32: return combine<float>(thread, threads);
@@ -75,8 +77,7 @@ class Run {
     }
 
     char* scratch(int thread) const {
-        return workspace_.data() + row_bytes_ + round_up(rows_stride_ * rows_ * sizeof(D), 64) +
-               thread * scratch_bytes();
+        return workspace_.data() + row_bytes_ + result_bytes_ + thread * scratch_bytes();
     }
     int64_t scratch_bytes() const {
         return x_bytes_ + packed_bytes_ + 2 * sums_bytes_ + ROW_BYTES + TURNED_BYTES + PANEL_BYTES;
@@ -94,6 +95,24 @@ class Run {
     float* row_of(int thread) const { return sums_of(thread, 2); }
     D* hidden(int64_t row) const { return reinterpret_cast<D*>(workspace_.data()) + row * hidden_stride_; }
     D* result(int64_t row) const { return reinterpret_cast<D*>(workspace_.data() + row_bytes_) + row * rows_stride_; }
+    D* destination(int64_t row) const {
+        return layer_.remote ? static_cast<D*>(layer_.remote->plane(routing_.slots[row])) : result(row);
+    }
+    const D* token(int64_t row) const {
+        if (layer_.remote) return static_cast<const D*>(layer_.remote->row(routing_.slots[row]));
+        return static_cast<const D*>(layer_.x) + routing_.slots[row] / layer_.top_k * layer_.x_stride;
+    }
+    // Rows that aren't here yet, of this expert only: the GEMMs of others run meanwhile.
+    void pull(int64_t expert, int64_t row, int t, int thread) const {
+        const int64_t begin = layer_.remote->now();
+        int pulled = 0;
+        for (int i = 0; i < t; i++) pulled += layer_.remote->pull(routing_.slots[row + i]);
+        if (pulled) layer_.remote->record(PULL, thread, expert, begin);
+    }
+    int64_t now() const { return layer_.remote ? layer_.remote->now() : 0; }
+    void record(Kind kind, int64_t expert, int64_t begin, int thread) const {
+        if (layer_.remote) layer_.remote->record(kind, thread, expert, begin);
+    }
     float weight_of(int64_t row) const { return scalar(layer_.topk_weights, routing_.slots[row], layer_.weights_type); }
 
     static View<D> view(const Tensors& weight, const Tensors& bias, int64_t expert) {
@@ -121,10 +140,12 @@ class Run {
         for (int64_t row = routing_.first[task.expert]; row < end; row += chunk_) {
             const int t = int(std::min(chunk_, end - row));
             Tokens<D> tokens = tokens_of(thread, t);
+            if (layer_.remote) pull(task.expert, row, t, thread);
+            const int64_t begin = now();
             for (int i = 0; i < t; i++) {
                 const float scale = layer_.position == INPUT ? weight_of(row + i) : 1.f;
-                const D* token = static_cast<const D*>(layer_.x) + routing_.slots[row + i] / layer_.top_k * layer_.x_stride;
-                gather(tokens.rows + i * x_stride_, token, layer_.hidden, layer_.position == INPUT ? &scale : nullptr);
+                gather(tokens.rows + i * x_stride_, token(row + i), layer_.hidden,
+                       layer_.position == INPUT ? &scale : nullptr);
             }
             tokens.pack_rows(layer_.hidden, dots_[0]);
             for (int n = task.begin; n < task.end; n += width_[0]) {
@@ -138,6 +159,7 @@ class Run {
                 }
                 for (int i = 0; i < t; i++) activate_row(row + i, i, n, own, thread);
             }
+            record(FIRST_GEMM, task.expert, begin, thread);
         }
     }
 
@@ -162,6 +184,7 @@ class Run {
         for (int64_t row = routing_.first[task.expert]; row < end; row += chunk_) {
             const int t = int(std::min(chunk_, end - row));
             Tokens<D> tokens = tokens_of(thread, t);
+            const int64_t begin = now();
             for (int i = 0; i < t; i++) gather(tokens.rows + i * x_stride_, hidden(row + i), layer_.inner, nullptr);
             tokens.pack_rows(layer_.inner, dots_[1]);
             for (int n = task.begin; n < task.end; n += width_[1]) {
@@ -170,9 +193,10 @@ class Run {
                          n + width_[1] < task.end ? all.from(n + width_[1]).w : after);
                 const bool scales = layer_.position == OUTPUT && layer_.round_products;
                 for (int i = 0; i < t; i++)
-                    store_row(result(row + i) + n, sums_of(thread, 0) + i * SUMS_STRIDE, own,
+                    store_row(destination(row + i) + n, sums_of(thread, 0) + i * SUMS_STRIDE, own,
                               scales ? weight_of(row + i) : 1.f, scales);
             }
+            record(SECOND_GEMM, task.expert, begin, thread);
         }
     }
 
@@ -237,7 +261,7 @@ class Run {
     const int width_[2];
     Tasks first_, second_;
     const int64_t rows_, hidden_stride_, rows_stride_, x_stride_, chunk_;
-    const int64_t x_bytes_, packed_bytes_, sums_bytes_, row_bytes_;
+    const int64_t x_bytes_, packed_bytes_, sums_bytes_, row_bytes_, result_bytes_;
     const Workspace workspace_;
 };
 

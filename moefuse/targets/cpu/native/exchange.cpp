@@ -1,0 +1,264 @@
+// Dispatch, experts and combine of one layer over the ranks of a host.
+//
+// In: a `Step`. Out: y of this rank's tokens. The rank publishes its token rows and its slots sorted by expert in its
+// own window and tells every rank where that rank's slots lie; all ranks meet; the GEMMs pull what they need and write
+// result rows into the windows of their owners (remote.h, run.cpp); all ranks meet; each sums its own rows. It speaks the
+// protocol of comm/shared_memory.py, rank by rank: some may run that and some this.
+#include "exchange.h"
+
+#include <omp.h>
+
+#include <climits>
+#include <new>
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace moefuse {
+
+constexpr int64_t NOTES = 2;  // after the edges of a pushed row: token count and fingerprint
+
+static inline void relax() {
+#if defined(__x86_64__)
+    _mm_pause();
+#endif
+}
+
+// Until the word is no longer `seen`, or the time is over. Wakes early, or late by the time of a nap, at a rank that
+// arrives without waking anyone.
+static void sleep_on(std::atomic<int64_t>& word, int64_t seen, int64_t ns) {
+#if defined(__linux__)
+    const timespec time{time_t(ns / 1000000000), long(ns % 1000000000)};
+    syscall(SYS_futex, &word, FUTEX_WAIT, int32_t(seen), &time, nullptr, 0);  // its low half: little-endian
+#else
+    sched_yield();
+#endif
+}
+
+static void wake(std::atomic<int64_t>& word) {
+#if defined(__linux__)
+    syscall(SYS_futex, &word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+#endif
+}
+
+template <class D, class Out>
+static void sum_planes(const Layer& layer, int64_t experts, const char* planes) {
+    const bool weighs = layer.position == OUTPUT, rounds = weighs && layer.round_products;
+    const D* rows = reinterpret_cast<const D*>(planes);
+    const int64_t outputs = layer.outputs, top_k = layer.top_k;
+    const bool alone = layer.tokens * top_k * outputs < (1 << 15);  // waking threads would take longer
+#pragma omp parallel for num_threads(alone ? 1 : int(layer.threads))
+    for (int64_t token = 0; token < layer.tokens; token++) {
+        Out* y = static_cast<Out*>(layer.y) + token * outputs;
+        for (int64_t n = 0; n < outputs; n += LANES) {
+            const int left = int(std::min<int64_t>(LANES, outputs - n));
+            f32v sum = {};
+            for (int64_t slot = token * top_k; slot < (token + 1) * top_k; slot++) {
+                const int64_t id = layer.id(slot);
+                if (id < 0 || id >= experts) continue;
+                const D* from = rows + slot * outputs + n;
+                const f32v value = left == LANES ? load(from) : load_some(from, left);
+                const float weight = weighs ? scalar(layer.topk_weights, slot, layer.weights_type) : 1.f;
+                if (rounds)
+                    sum += rounded<D>(value * weight);
+                else
+                    sum += value * weight;
+            }
+            if (left == LANES)
+                store(y + n, sum);
+            else
+                store_some(y + n, sum, left);
+        }
+    }
+}
+
+class Stepping {
+   public:
+    explicit Stepping(Step& step) : step_(step), ex_(*step.exchange), layer_(*step.layer) {}
+
+    Status go() {
+        if (step_.phase == BEGIN) {
+            publish();
+            arrive();
+            step_.phase = AWAIT_ROWS;
+        }
+        if (step_.phase == AWAIT_ROWS) {
+            if (!all_here()) return WAITING;
+            if (noted()) return NOTED;
+            compute();
+            arrive();
+            step_.phase = AWAIT_RESULTS;
+        }
+        if (step_.phase == AWAIT_RESULTS) {
+            if (!all_here()) return WAITING;
+            const int64_t begin = now();
+            combine();
+            record(COMBINE, begin);
+            step_.phase = DONE;
+        }
+        return FINISHED;
+    }
+
+   private:
+    template <class T>
+    T* in(int64_t rank, int64_t offset) const {
+        return reinterpret_cast<T*>(ex_.windows[rank] + offset);
+    }
+    std::atomic<int64_t>& epoch(int64_t rank) const { return *in<std::atomic<int64_t>>(rank, ex_.epoch); }
+    // What rank `source` pushed into this rank's window.
+    const int64_t* edges(int64_t source) const {
+        return in<int64_t>(ex_.rank, ex_.edges) + source * (ex_.experts + 1 + NOTES);
+    }
+    int64_t all_experts() const { return ex_.world * ex_.experts; }
+
+    void publish() {
+        const int64_t begin = now(), count = layer_.tokens * layer_.top_k, experts = all_experts();
+        std::vector<int64_t> first(experts + 1);
+        for (int64_t slot = 0; slot < count; slot++) {
+            const int64_t id = layer_.id(slot);
+            if (id >= 0 && id < experts) first[id + 1]++;
+        }
+        for (int64_t e = 0; e < experts; e++) first[e + 1] += first[e];
+        if (layer_.tokens <= ex_.max_tokens) {  // otherwise nothing is sent, all ranks are told
+            std::vector<int64_t> free(first.begin(), first.end() - 1);
+            int32_t* slots = in<int32_t>(ex_.rank, ex_.slots);
+            float* weights = in<float>(ex_.rank, ex_.weights);
+            for (int64_t slot = 0; slot < count; slot++) {
+                const int64_t id = layer_.id(slot);
+                if (id < 0 || id >= experts) continue;
+                const int64_t at = free[id]++;
+                slots[at] = int32_t(slot);
+                if (step_.weights_travel) weights[at] = scalar(layer_.topk_weights, slot, layer_.weights_type);
+            }
+            const int64_t stride = layer_.x_stride * (ex_.x_bytes / layer_.hidden);
+            for (int64_t t = 0; t < layer_.tokens; t++)
+                std::memcpy(in<char>(ex_.rank, ex_.x + t * ex_.x_bytes),
+                            static_cast<const char*>(layer_.x) + t * stride, ex_.x_bytes);
+        }
+        for (int64_t peer = 0; peer < ex_.world; peer++) {
+            int64_t* to = in<int64_t>(peer, ex_.edges) + ex_.rank * (ex_.experts + 1 + NOTES);
+            std::memcpy(to, first.data() + peer * ex_.experts, (ex_.experts + 1) * sizeof(int64_t));
+            to[ex_.experts + 1] = layer_.tokens, to[ex_.experts + 2] = step_.fingerprint;
+        }
+        record(PUBLISH, begin);
+    }
+
+    void arrive() {
+        std::atomic<int64_t>& own = epoch(ex_.rank);
+        own.store(own.load(std::memory_order_relaxed) + 1, std::memory_order_seq_cst);
+        wake(own);
+    }
+
+    bool all_here() {
+        const int64_t begin = now(), mine = epoch(ex_.rank).load(std::memory_order_relaxed);
+        for (int64_t peer = 0; peer < ex_.world; peer++) {
+            if (!here(epoch(peer), mine)) {
+                step_.late = peer;
+                return false;
+            }
+        }
+        record(WAIT, begin);
+        return true;
+    }
+
+    bool here(std::atomic<int64_t>& word, int64_t mine) const {
+        for (int64_t i = 0; i < ex_.spins; i++) {
+            if (word.load(std::memory_order_acquire) >= mine) return true;
+            relax();
+        }
+        const int64_t end = Trace::now() + ex_.patience_ns;
+        for (;;) {
+            const int64_t seen = word.load(std::memory_order_acquire);
+            if (seen >= mine) return true;
+            const int64_t left = end - Trace::now();
+            if (left <= 0) return false;
+            sleep_on(word, seen, std::min<int64_t>(left, 1000000));
+        }
+    }
+
+    // A rank has too many tokens or is in another layer: every rank reads the same, Python says it.
+    bool noted() const {
+        for (int64_t source = 0; source < ex_.world; source++) {
+            const int64_t* notes = edges(source) + ex_.experts + 1;
+            if (notes[0] > ex_.max_tokens || notes[1] != step_.fingerprint) return true;
+        }
+        return false;
+    }
+
+    void compute() {
+        Remote remote{ex_.windows, ex_.rank,        ex_.top_k,    ex_.max_tokens, ex_.x,       ex_.x_bytes,
+                      ex_.planes,  ex_.plane_bytes, ex_.received, ex_.states,     step_.trace, {}};
+        std::vector<int32_t> ids;
+        std::vector<float> weights;
+        for (int64_t source = 0; source < ex_.world; source++) {
+            const int64_t* own = edges(source);
+            const int32_t* theirs = in<int32_t>(source, ex_.slots);
+            for (int64_t e = 0; e < ex_.experts; e++) {
+                for (int64_t i = own[e]; i < own[e + 1]; i++) {
+                    remote.slots.push_back({int32_t(source), theirs[i]});
+                    ids.push_back(int32_t(e));
+                    if (step_.weights_travel) weights.push_back(in<float>(source, ex_.weights)[i]);
+                }
+            }
+            remote.forget(source, own[ex_.experts + 1]);
+            if (source != ex_.rank) step_.returned += own[ex_.experts] - own[0];
+        }
+        Layer layer = layer_;
+        layer.topk_ids = ids.data(), layer.ids_are_64 = 0;
+        layer.topk_weights = weights.data(), layer.weights_type = FLOAT32;
+        layer.tokens = int64_t(ids.size()), layer.top_k = 1, layer.experts = ex_.experts;
+        if (layer.position == OUTPUT) layer.round_products = 0;  // weighed at home
+        layer.remote = &remote;
+        switch (layer.type) {
+            case FLOAT32: run<float>(layer); break;
+            case BFLOAT16: run<bf16>(layer); break;
+            default: run<f16>(layer);
+        }
+        step_.pulled = remote.pulled;
+    }
+
+    void combine() const {
+        switch (layer_.type) {
+            case FLOAT32: return combine_as<float>();
+            case BFLOAT16: return combine_as<bf16>();
+            default: return combine_as<f16>();
+        }
+    }
+    template <class D>
+    void combine_as() const {
+        const char* planes = ex_.windows[ex_.rank] + ex_.planes;
+        switch (layer_.out_type) {
+            case FLOAT32: return sum_planes<D, float>(layer_, all_experts(), planes);
+            case BFLOAT16: return sum_planes<D, bf16>(layer_, all_experts(), planes);
+            default: return sum_planes<D, f16>(layer_, all_experts(), planes);
+        }
+    }
+
+    int64_t now() const { return step_.trace ? Trace::now() : 0; }
+    void record(Kind kind, int64_t begin) const {
+        if (step_.trace) step_.trace->add({kind, 0, -1, begin, Trace::now()});
+    }
+
+    Step& step_;
+    const Exchange& ex_;
+    const Layer& layer_;
+};
+
+}  // namespace moefuse
+
+extern "C" int64_t moefuse_step(moefuse::Step* step) {
+    try {
+        return moefuse::Stepping(*step).go();
+    } catch (const std::bad_alloc&) {
+        return moefuse::NO_MEMORY;
+    }
+}
+extern "C" int64_t moefuse_exchange_bytes() { return sizeof(moefuse::Exchange); }
+extern "C" int64_t moefuse_step_bytes() { return sizeof(moefuse::Step); }
