@@ -38,23 +38,27 @@ class Barrier:
 
     def __init__(self, windows: Sequence[Window], rank: int, timeout: float) -> None:
         self.windows, self.rank, self.timeout = windows, rank, timeout
-        self._epoch = 0
+
+    @property
+    def epoch(self) -> int:
+        """Barriers that this rank has reached; the C++ step counts on in the same place."""
+        return self.windows[self.rank].words[Window.EPOCH]
 
     def wait(self) -> None:
         """Return when every rank is here. Raises PeerError naming a rank that failed or isn't here in time."""
-        self._epoch += 1
         fence()
-        self.windows[self.rank].words[Window.EPOCH] = self._epoch
+        self.windows[self.rank].words[Window.EPOCH] = self.epoch + 1
         deadline = time.monotonic() + self.timeout
         for peer in range(len(self.windows)):
             if not self._arrived(peer):
-                poll(partial(self._arrived, peer), partial(self._look, peer, deadline))
+                poll(partial(self._arrived, peer), partial(self.look, peer, deadline))
         fence()
 
     def _arrived(self, peer: int) -> bool:
-        return self.windows[peer].words[Window.EPOCH] >= self._epoch
+        return self.windows[peer].words[Window.EPOCH] >= self.epoch
 
-    def _look(self, late: int, deadline: float) -> None:
+    def look(self, late: int, deadline: float) -> None:
+        """Raise PeerError where a rank that isn't here never will be, or where it is too late for rank `late`."""
         for window in self.windows:
             if (poisoned := window.poisoned()) is not None:
                 raise self.failure(*poisoned)

@@ -16,28 +16,9 @@ from moefuse.ops.options import Options
 
 
 @torch.no_grad()
-def run(
-    kernel: Kernel,
-    context: Tensor,
-    operands: Operands,
-    options: Options,
-) -> tuple[Tensor, Tensor]:
+def run(kernel: Kernel, context: Tensor, operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
     """See the module text. Raises the errors of `CommContext.forward`."""
-    # what is applied at home, to the sum over all slots, isn't applied to an expert's rows
-    local = options._replace(
-        num_experts=options.local_experts,
-        ep_world_size=1,
-        num_identity_experts=0,
-        product_dtype=None,
-        output_dtype=None,
-    )
-
-    def experts(rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        own = operands._replace(x=rows, topk_ids=ids, topk_weights=weights)
-        return kernel(None, own, local)[0]
-
-    x, topk_ids, topk_weights = operands[:3]
-    return resolve(context).forward(Call(x, topk_ids, topk_weights, options, experts))
+    return resolve(context).forward(Call(operands, options, kernel))
 
 
 register_communicator(run)

@@ -5,7 +5,6 @@ that they mean the same; the sum is that of a layer on one rank (ops/expert.py),
 """
 
 import zlib
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,22 +13,47 @@ from torch import Tensor
 from moefuse.comm.capacity import Capacity
 from moefuse.comm.errors import CapacityError, ContextError
 from moefuse.ops.expert import identity_ids, scale_rows, sum_dtype
+from moefuse.ops.kernels import Kernel
+from moefuse.ops.operands import Operands
 from moefuse.ops.options import Options
 
 _COMBINE_TOKENS = 64  # the rows of so many tokens are widened at a time, and stay in the cache
 
-LocalExperts = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""rows [n, H], local expert of each row [n, 1] int64, routing weights [n, 1] -> rows [n, O] in the dtype of x."""
-
 
 class Call(NamedTuple):
-    """One forward of one layer on this rank: x [T, H], topk_ids and topk_weights [T, K], and its own experts."""
+    """One forward of one layer on this rank: its tokens, its own experts, and the kernel that computes them."""
 
-    x: Tensor
-    topk_ids: Tensor
-    topk_weights: Tensor
+    operands: Operands
     options: Options
-    experts: LocalExperts
+    kernel: Kernel
+
+    @property
+    def x(self) -> Tensor:
+        """[T, H]."""
+        return self.operands.x
+
+    @property
+    def topk_ids(self) -> Tensor:
+        """[T, K], experts of all ranks."""
+        return self.operands.topk_ids
+
+    @property
+    def topk_weights(self) -> Tensor:
+        """[T, K]."""
+        return self.operands.topk_weights
+
+    def experts(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Rows [n, H], local expert of each [n, 1] int64, routing weights [n, 1] -> rows [n, O] in the dtype of x."""
+        # what is applied at home, to the sum over all slots, isn't applied to an expert's rows
+        local = self.options._replace(
+            num_experts=self.options.local_experts,
+            ep_world_size=1,
+            num_identity_experts=0,
+            product_dtype=None,
+            output_dtype=None,
+        )
+        own = self.operands._replace(x=rows, topk_ids=ids, topk_weights=weights)
+        return self.kernel(None, own, local)[0]
 
     @property
     def weights_travel(self) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor
 from moefuse.comm.barrier import Barrier
 from moefuse.comm.capacity import NOTES, Capacity
 from moefuse.comm.errors import CommError, PeerError
+from moefuse.comm.native import NativeStep
 from moefuse.comm.routing import Call, Traffic, check_notes, combine, sort_slots
 from moefuse.comm.window import Window
 
@@ -67,24 +68,37 @@ class SharedMemory:
         self._views = [
             _View(*(window.tensor(section) for section in capacity.sections.values())) for window in windows
         ]
+        own = self._views[rank]
+        pushed = (len(windows) - 1) * own.edges[0].nbytes
+        self._bytes = (own.x[0].nbytes, own.planes[0].nbytes, own.weights.itemsize, pushed)
+        self.native = NativeStep(capacity, [view.x for view in self._views], self._barrier)
 
     def step(self, call: Call) -> tuple[Tensor, Tensor]:
         """y [T, O] and the slots each local expert received [E_l] int32. Raises what `Barrier.wait` raises."""
+        done = self.native.run(call)
+        if done is None:
+            return self._step(call)
+        if done.y is None:
+            self._check(call)
+            raise AssertionError("the kernel refuses a step whose notes are good")
+        self._count(call, done.pulled, done.returned)
+        return done.y, done.nums
+
+    def _step(self, call: Call) -> tuple[Tensor, Tensor]:
+        """The same in torch operators, for any target."""
         own = self._views[self.rank]
         self._publish(call)
         self._barrier.wait()
-        edges, notes = own.edges.clone().split([self.capacity.local_experts + 1, NOTES], 1)
-        try:
-            check_notes(notes, call, self.capacity)
-        except CommError:
-            self._barrier.wait()  # a rank that goes on may not push its next notes before all have read these
-            raise
+        self._check(call)
+        edges = own.edges[:, :-NOTES].clone()
         counts = edges.diff()
         incoming = self._incoming(call, edges, counts)
         self._compute(call, incoming)
         self._barrier.wait()
         planes = own.planes[: call.topk_ids.numel()].view(*call.topk_ids.shape, self.capacity.out_features)
-        self._count(call, incoming)
+        rows = sum(sum(of) - of[self.rank] for of in incoming.row_counts)
+        slots = sum(sum(of) - of[self.rank] for of in incoming.slot_counts)
+        self._count(call, rows, slots)
         return combine(planes, call), counts.sum(0, dtype=torch.int32)
 
     def poison(self, error: BaseException) -> None:
@@ -168,17 +182,22 @@ class SharedMemory:
                 view.planes.index_copy_(0, to, rows)
             done = block.stop
 
-    def _count(self, call: Call, incoming: _Incoming) -> None:
-        rank = self.rank
-        rows = sum(sum(counts) - counts[rank] for counts in incoming.row_counts)
-        slots = sum(sum(counts) - counts[rank] for counts in incoming.slot_counts)
-        pulled = 4 + (self._views[rank].weights.itemsize if call.weights_travel else 0)
-        pushed = (len(self._views) - 1) * self._views[rank].edges[0].nbytes
+    def _check(self, call: Call) -> None:
+        try:
+            check_notes(self._views[self.rank].edges[:, -NOTES:], call, self.capacity)
+        except CommError:
+            self._barrier.wait()  # a rank that goes on may not push its next notes before all have read these
+            raise
+
+    def _count(self, call: Call, rows: int, slots: int) -> None:
+        """rows came from other ranks, results of slots went to them."""
+        row, result, weight, pushed = self._bytes
+        travelling = 4 + (weight if call.weights_travel else 0)
         before = self.traffic
         self.traffic = Traffic(
-            before.rows + rows * call.x.shape[1] * call.x.itemsize,
-            before.results + slots * self._views[rank].planes[:1].nbytes,
-            before.routing + slots * pulled + pushed,
+            before.rows + rows * row,
+            before.results + slots * result,
+            before.routing + slots * travelling + pushed,
         )
 
 

@@ -65,7 +65,7 @@ def _below_autograd(
     The second walk through the dispatcher costs as much as the first, which matters at one token.
     """
     below = keyset & torch._C._after_ADInplaceOrView_keyset
-    if below.highestPriorityTypeId() in _PLAIN_KEYS:
+    if below.highestPriorityTypeId() in PLAIN_KEYS:
         return _run(*args, **constants)
     with torch._C._AutoDispatchBelowAutograd():
         y, nums = _OP.redispatch(keyset & torch._C._after_autograd_keyset, *args, **constants)
@@ -87,7 +87,7 @@ def _autograd(keyset: torch._C.DispatchKeySet, *args: Any, **constants: Any) -> 
 
 
 _apply = cast(Callable[..., tuple[Tensor, Tensor]], MegaMoeFunction.apply)
-_PLAIN_KEYS = frozenset(
+PLAIN_KEYS = frozenset(
     (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA, torch._C.DispatchKey.PrivateUse1)
 )
 

@@ -12,6 +12,7 @@ import threading
 import warnings
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ _READ = frozenset(
     )
 )  # fmt: skip
 _OTHERS = {name: default for name, default in Options._field_defaults.items() if name not in _READ}
-_LAYER = struct.Struct("=16q3d36q")
+_LAYER = struct.Struct("=16q3d37q")
 _ABSENT = (0, 0, 0, 0, 0)
 _MOST_SLOTS = 2**31 - 1
 
@@ -73,6 +74,8 @@ def _open(chosen: isa.Isa) -> ctypes.CDLL | str:
         warnings.warn(f"moefuse: the cpu target runs in torch operators, slower: {error}", stacklevel=2)
         return str(error)
     library.moefuse_run.argtypes = [ctypes.c_char_p]
+    library.moefuse_step.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
+    library.moefuse_step.restype = ctypes.c_int64
     library.moefuse_workspace_bytes.restype = ctypes.c_int64
     library.moefuse_layer_bytes.restype = ctypes.c_int64
     if library.moefuse_layer_bytes() != _LAYER.size:
@@ -136,12 +139,30 @@ def _same_strides(name: str, tensors: Sequence[Tensor]) -> str:
     return "" if same else f"{name}: the tensors have different strides"
 
 
-def run(
-    library: ctypes.CDLL,
-    operands: Operands,
-    options: Options,
-) -> tuple[Tensor, Tensor]:
+def run(library: ctypes.CDLL, operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
     """y [T, O] and expert_token_nums [E] int32; `supports` has said yes. Raises MemoryError."""
+    layer = pack(operands, options)
+    if library.moefuse_run(layer.description):
+        raise out_of_memory()
+    return layer.y, layer.nums
+
+
+def out_of_memory() -> MemoryError:
+    """What a call raises that the kernel found no memory for."""
+    return MemoryError("mega_moe: the cpu target has no memory left for the rows between the GEMMs")
+
+
+class Packed(NamedTuple):
+    """A call as the kernel reads it. description: a `Layer` (native/layer.h), valid while this value lives."""
+
+    description: bytes
+    y: Tensor
+    nums: Tensor
+    keep: list[object]
+
+
+def pack(operands: Operands, options: Options) -> Packed:
+    """The call's description, and its outputs, y [T, O] and nums [E] int32, not yet written."""
     x, topk_ids, topk_weights, weight1, weight2, bias1, bias2, _ = operands
     tokens, hidden = x.shape
     experts, outputs = options.num_experts, weight2[0].shape[-2 if options.transpose_weight2 else -1]
@@ -154,7 +175,7 @@ def run(
         x = x.contiguous()
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
     params = [*options.activation_params, math.inf, 0.0, 0.0][:3]  # a swiglu without limit has none
-    keep: list[object] = []  # tables of pointers must live until the call returns
+    keep: list[object] = [x, topk_ids, topk_weights]  # and tables of pointers
     separate = options.gate_up == "separate"
     first = _parts(weight1, 2 if separate else 1, experts, 3)
     first_bias = _parts(bias1, 2 if separate else 1, experts, 2)
@@ -167,11 +188,9 @@ def run(
         *_weights(first[0], options.transpose_weight1, keep), *_weights(first[-1], options.transpose_weight1, keep),
         *_weights(weight2, options.transpose_weight2, keep),
         *_biases(first_bias[0], keep), *_biases(first_bias[-1], keep), *_biases(bias2, keep),
-        y.data_ptr(), nums.data_ptr(), torch.get_num_threads(),
+        y.data_ptr(), nums.data_ptr(), torch.get_num_threads(), 0,
     )  # fmt: skip
-    if library.moefuse_run(layer):
-        raise MemoryError("mega_moe: the cpu target has no memory left for the rows between the GEMMs")
-    return y, nums
+    return Packed(layer, y, nums, keep)
 
 
 def workspace_bytes() -> int:

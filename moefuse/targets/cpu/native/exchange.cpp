@@ -81,7 +81,7 @@ static void sum_planes(const Layer& layer, int64_t experts, const char* planes) 
 
 class Stepping {
    public:
-    explicit Stepping(Step& step) : step_(step), ex_(*step.exchange), layer_(*step.layer) {}
+    Stepping(Step& step, const Layer& layer) : step_(step), ex_(*step.exchange), layer_(layer) {}
 
     Status go() {
         if (step_.phase == BEGIN) {
@@ -242,7 +242,7 @@ class Stepping {
     }
 
     int64_t now() const { return step_.trace ? Trace::now() : 0; }
-    void record(Kind kind, int64_t begin) const {
+    void record(Work kind, int64_t begin) const {
         if (step_.trace) step_.trace->add({kind, 0, -1, begin, Trace::now()});
     }
 
@@ -253,9 +253,10 @@ class Stepping {
 
 }  // namespace moefuse
 
-extern "C" int64_t moefuse_step(moefuse::Step* step) {
+// layer: this rank's tokens and its own experts; ids are those of all ranks; y and nums are written.
+extern "C" int64_t moefuse_step(moefuse::Step* step, const moefuse::Layer* layer) {
     try {
-        return moefuse::Stepping(*step).go();
+        return moefuse::Stepping(*step, *layer).go();
     } catch (const std::bad_alloc&) {
         return moefuse::NO_MEMORY;
     }

@@ -25,7 +25,6 @@ enum Status : int64_t { FINISHED, WAITING, NOTED, NO_MEMORY };
 
 struct Step {
     const Exchange* exchange;
-    const Layer* layer;  // this rank's tokens and experts; ids are those of all ranks; y and nums are written
     int64_t fingerprint;
     int64_t weights_travel;
     Trace* trace;

@@ -15,7 +15,7 @@
 
 namespace moefuse {
 
-enum Kind : int64_t { PUBLISH, WAIT, PULL, FIRST_GEMM, SECOND_GEMM, COMBINE };
+enum Work : int64_t { PUBLISH, WAIT, PULL, FIRST_GEMM, SECOND_GEMM, COMBINE };
 
 // Nanoseconds of the clock that Python's time.monotonic_ns() reads, the same for all processes of a host.
 struct Event {
@@ -79,7 +79,7 @@ struct Remote {
         for (int64_t t = 0; t < tokens; t++) states[source * max_tokens + t].store(ABSENT, std::memory_order_relaxed);
     }
     int64_t now() const { return trace ? Trace::now() : 0; }
-    void record(Kind kind, int thread, int64_t expert, int64_t begin) const {
+    void record(Work kind, int thread, int64_t expert, int64_t begin) const {
         if (trace) trace->add({kind, thread, expert, begin, Trace::now()});
     }
 

@@ -110,7 +110,7 @@ class Run {
         if (pulled) layer_.remote->record(PULL, thread, expert, begin);
     }
     int64_t now() const { return layer_.remote ? layer_.remote->now() : 0; }
-    void record(Kind kind, int64_t expert, int64_t begin, int thread) const {
+    void record(Work kind, int64_t expert, int64_t begin, int thread) const {
         if (layer_.remote) layer_.remote->record(kind, thread, expert, begin);
     }
     float weight_of(int64_t row) const { return scalar(layer_.topk_weights, routing_.slots[row], layer_.weights_type); }
