@@ -16,6 +16,7 @@ from moefuse.comm.errors import (
     RendezvousError,
     WindowError,
 )
+from moefuse.comm.timeline import Event, Timeline
 
 __all__ = [
     "Capacity",
@@ -24,8 +25,10 @@ __all__ = [
     "CommError",
     "ContextError",
     "ContextInUseError",
+    "Event",
     "PeerError",
     "RendezvousError",
+    "Timeline",
     "WindowError",
     "close_contexts",
     "context_for",

@@ -21,6 +21,7 @@ from moefuse.comm.capacity import NOTES, Capacity
 from moefuse.comm.errors import CommError, ContextError, PeerError
 from moefuse.comm.rendezvous import Store
 from moefuse.comm.routing import Call, Traffic, check_notes, combine, sort_slots
+from moefuse.comm.timeline import Timeline
 
 _LOOK_SECONDS = 0.5
 
@@ -87,6 +88,11 @@ class Collectives:
         if not isinstance(error, PeerError) and not self._store.check([self._poison_key]):
             text = " ".join(f"{type(error).__name__}: {error}".split())
             self._store.set(self._poison_key, f"{self.rank} {text}")
+
+    def record(self, timeline: Timeline | None) -> None:
+        """Raises ContextError: the group's backend does the work."""
+        if timeline is not None:
+            raise ContextError("recording: a context over collectives keeps no times")
 
     def close(self) -> None:
         """Nothing is held."""

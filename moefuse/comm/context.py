@@ -25,6 +25,7 @@ from moefuse.comm.errors import CapacityError, ContextError, ContextInUseError
 from moefuse.comm.rendezvous import Meeting, Store, agree
 from moefuse.comm.routing import Call, Traffic
 from moefuse.comm.shared_memory import SharedMemory
+from moefuse.comm.timeline import Timeline
 from moefuse.comm.window import Window
 
 TransportName = Literal["auto", "shared memory", "collectives"]
@@ -45,6 +46,10 @@ class Transport(Protocol):
 
     def poison(self, error: BaseException) -> None:
         """Tell the others that this rank can't go on."""
+        ...
+
+    def record(self, timeline: Timeline | None) -> None:
+        """Keep times there from now on; None: keep none."""
         ...
 
     def close(self) -> None:
@@ -110,6 +115,22 @@ class CommContext:
                 self._closed = f"it failed before: {' '.join(str(error).split()) or type(error).__name__}"
                 self._transport.poison(error)
                 raise
+
+    @contextmanager
+    def recording(self, capacity: int = 1 << 16) -> Iterator[Timeline]:
+        """Keep the times of this rank's steps, up to so many events, as long as the block runs.
+
+        The C++ step keeps them; one that runs in torch operators leaves no event. Raises ContextError for a context
+        whose ranks share no memory.
+        """
+        timeline = Timeline(capacity)
+        with self._lock:
+            self._transport.record(timeline)
+        try:
+            yield timeline
+        finally:
+            with self._lock:
+                self._transport.record(None)
 
     def close(self, timeout: float = TIMEOUT) -> None:
         """Give the windows back, after the forward that runs now, if any.

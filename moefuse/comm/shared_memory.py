@@ -21,6 +21,7 @@ from moefuse.comm.capacity import NOTES, Capacity
 from moefuse.comm.errors import CommError, PeerError
 from moefuse.comm.native import NativeStep
 from moefuse.comm.routing import Call, Traffic, check_notes, combine, sort_slots
+from moefuse.comm.timeline import Timeline
 from moefuse.comm.window import Window
 
 _BLOCK_ROWS = (
@@ -71,11 +72,11 @@ class SharedMemory:
         own = self._views[rank]
         pushed = (len(windows) - 1) * own.edges[0].nbytes
         self._bytes = (own.x[0].nbytes, own.planes[0].nbytes, own.weights.itemsize, pushed)
-        self.native = NativeStep(capacity, [view.x for view in self._views], self._barrier)
+        self._native = NativeStep(capacity, [view.x for view in self._views], self._barrier)
 
     def step(self, call: Call) -> tuple[Tensor, Tensor]:
         """y [T, O] and the slots each local expert received [E_l] int32. Raises what `Barrier.wait` raises."""
-        done = self.native.run(call)
+        done = self._native.run(call)
         if done is None:
             return self._step(call)
         if done.y is None:
@@ -106,6 +107,10 @@ class SharedMemory:
         if not isinstance(error, PeerError):  # whose bearer has passed it on
             text = " ".join(f"{type(error).__name__}: {error}".split())
             self._windows[self.rank].poison(self.rank, text)
+
+    def record(self, timeline: Timeline | None) -> None:
+        """The C++ step keeps its times there; None: it keeps none."""
+        self._native.timeline = timeline
 
     def close(self) -> None:
         """Let go of all windows."""

@@ -48,33 +48,50 @@ static void wake(std::atomic<int64_t>& word) {
 #endif
 }
 
+// Vector n of a token's rows, summed over its slots as one rank does it (run.cpp), so that the bits are the same.
+template <class D, bool ROUNDS>
+static f32v sum_slots(const D* rows, const float* weights, const uint8_t* exists, int64_t top_k, int64_t outputs, int left) {
+    f32v sum = {};
+    for (int64_t j = 0; j < top_k; j++, rows += outputs) {
+        if (!exists[j]) continue;
+        const f32v value = left == LANES ? load(rows) : load_some(rows, left);
+        f32v product = value * weights[j];
+        if constexpr (ROUNDS) {
+            product = rounded<D>(product);
+            asm("" : "+m"(product));  // a float32 product is rounded too: no fused multiply-add
+        }
+        sum += product;
+    }
+    return sum;
+}
+
 template <class D, class Out>
-static void sum_planes(const Layer& layer, int64_t experts, const char* planes) {
-    const bool weighs = layer.position == OUTPUT, rounds = weighs && layer.round_products;
-    const D* rows = reinterpret_cast<const D*>(planes);
+static void sum_planes(const Layer& layer, int64_t experts, const D* planes) {
     const int64_t outputs = layer.outputs, top_k = layer.top_k;
+    const bool weighs = layer.position == OUTPUT;
+    const auto sum = weighs && layer.round_products ? sum_slots<D, true> : sum_slots<D, false>;
     const bool alone = layer.tokens * top_k * outputs < (1 << 15);  // waking threads would take longer
-#pragma omp parallel for num_threads(alone ? 1 : int(layer.threads))
-    for (int64_t token = 0; token < layer.tokens; token++) {
-        Out* y = static_cast<Out*>(layer.y) + token * outputs;
-        for (int64_t n = 0; n < outputs; n += LANES) {
-            const int left = int(std::min<int64_t>(LANES, outputs - n));
-            f32v sum = {};
-            for (int64_t slot = token * top_k; slot < (token + 1) * top_k; slot++) {
-                const int64_t id = layer.id(slot);
-                if (id < 0 || id >= experts) continue;
-                const D* from = rows + slot * outputs + n;
-                const f32v value = left == LANES ? load(from) : load_some(from, left);
-                const float weight = weighs ? scalar(layer.topk_weights, slot, layer.weights_type) : 1.f;
-                if (rounds)
-                    sum += rounded<D>(value * weight);
-                else
-                    sum += value * weight;
+#pragma omp parallel num_threads(alone ? 1 : int(layer.threads))
+    {
+        std::vector<float> weights(top_k, 1.f);
+        std::vector<uint8_t> exists(top_k);
+#pragma omp for
+        for (int64_t token = 0; token < layer.tokens; token++) {
+            for (int64_t j = 0; j < top_k; j++) {
+                const int64_t slot = token * top_k + j, id = layer.id(slot);
+                exists[j] = id >= 0 && id < experts;
+                if (weighs) weights[j] = scalar(layer.topk_weights, slot, layer.weights_type);
             }
-            if (left == LANES)
-                store(y + n, sum);
-            else
-                store_some(y + n, sum, left);
+            const D* rows = planes + token * top_k * outputs;
+            Out* y = static_cast<Out*>(layer.y) + token * outputs;
+            for (int64_t n = 0; n < outputs; n += LANES) {
+                const int left = int(std::min<int64_t>(LANES, outputs - n));
+                const f32v value = sum(rows + n, weights.data(), exists.data(), top_k, outputs, left);
+                if (left == LANES)
+                    store(y + n, value);
+                else
+                    store_some(y + n, value, left);
+            }
         }
     }
 }
@@ -233,7 +250,7 @@ class Stepping {
     }
     template <class D>
     void combine_as() const {
-        const char* planes = ex_.windows[ex_.rank] + ex_.planes;
+        const D* planes = in<D>(ex_.rank, ex_.planes);
         switch (layer_.out_type) {
             case FLOAT32: return sum_planes<D, float>(layer_, all_experts(), planes);
             case BFLOAT16: return sum_planes<D, bf16>(layer_, all_experts(), planes);
