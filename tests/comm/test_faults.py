@@ -11,30 +11,9 @@ import torch.distributed as dist
 from moefuse.comm import CapacityError, ContextError, PeerError, context_for
 from tests.comm.layers import spread
 from tests.comm.ranks import run_ranks, values
+from tests.comm.steps import TIMEOUT, steps_until_failure
 
-TIMEOUT = 3.0
 SLACK = 3.0  # seconds that a busy machine may add
-
-
-def steps_until_failure(
-    rank: int, world: int, victim: int, after: float, transport: str
-) -> tuple[int, float, str]:
-    """The rank named by the error, how long the failing step took, and the message."""
-    layer = spread(1, top_k=2)
-    context = context_for(None, layer.capacity(world, 64), transport=transport, timeout=TIMEOUT)
-    tokens = layer.tokens(rank, 40)
-    dist.barrier()
-    if rank == victim:
-        threading.Timer(after, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
-    while True:
-        start = time.monotonic()
-        try:
-            layer.together(context.tensor, rank, world, tokens, "cpu")
-        except PeerError as error:
-            seconds = time.monotonic() - start
-            with pytest.raises(ContextError, match=r"it failed before: (a )?rank"):
-                layer.together(context.tensor, rank, world, tokens, "cpu")
-            return error.rank, seconds, str(error)
 
 
 @pytest.mark.parametrize(("world", "after"), [(2, 0.0), (2, 0.0137), (4, 0.05), (4, 0.0291), (2, 0.0713)])

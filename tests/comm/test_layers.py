@@ -1,19 +1,17 @@
 """Layers spread over real processes give what one process gives, for every way to spread tokens and ids."""
 
-import gc
-import os
-
 import pytest
 import torch
 
 from moefuse.comm import context_for, contexts
-from tests.comm.layers import EXPERTS, Spread, spread
+from tests.comm.layers import EXPERTS, spread
 from tests.comm.ranks import run_ranks, values
+from tests.comm.steps import MAX_TOKENS, check, random_steps
 
-MAX_TOKENS = 16
 TOKENS = {
     2: [(6, 0), (0, 6), (0, 0), (1, 0), (5, 3), (16, 16)],
     4: [(6, 0, 0, 0), (0, 0, 0, 6), (0, 0, 0, 0), (1, 0, 0, 5), (9, 2, 16, 1)],
+    8: [(0, 0, 6, 0, 0, 0, 0, 0), (0,) * 8, (1, 0, 0, 5, 0, 16, 2, 7)],
 }
 LAYOUTS = [
     {"bias": (True, True), "gate_up": "separate", "form": "list"},
@@ -24,37 +22,6 @@ LAYOUTS = [
     {"identities": 2, "out": 6, "gate_up": "none", "activation": ("relu2", ())},
 ]  # fmt: skip
 TRANSPORTS = ["shared memory", "collectives"]
-
-
-def check(
-    layer: Spread, rank: int, counts: tuple[int, ...], transport: str, ids=None, target="reference"
-) -> None:
-    """One step on all ranks against this rank's tokens in one process; slots and bytes against the other ranks'."""
-    world = len(counts)
-    context = context_for(
-        None, layer.capacity(world, max(MAX_TOKENS, *counts)), transport=transport, timeout=30
-    )
-    everyone = [
-        layer.tokens(r, n, None if ids is None else ids.expand(n, layer.top_k)) for r, n in enumerate(counts)
-    ]
-    before = context.traffic
-    y, nums = layer.together(context.tensor, rank, world, everyone[rank], target)
-    want = layer.alone(everyone[rank])
-    assert y.dtype == want.dtype
-    # The same roundings of the same rows, summed in another order and rounded once: an ulp of y, and of the sum.
-    eps = max(torch.finfo(torch.float32).eps if y.dtype != torch.float64 else 0, torch.finfo(y.dtype).eps)
-    torch.testing.assert_close(y, want, rtol=4 * eps, atol=8 * eps)
-
-    local = EXPERTS // world
-    pairs = [
-        (r, t, e) for r, tokens in enumerate(everyone) for t, es in enumerate(tokens[1].tolist()) for e in es
-    ]
-    mine = [(r, t, e) for r, t, e in pairs if rank * local <= e < (rank + 1) * local]
-    assert nums.tolist() == [sum(e == rank * local + i for _, _, e in mine) for i in range(local)]
-    foreign = [(r, t) for r, t, _ in mine if r != rank]
-    item = layer.layer.x.itemsize
-    assert context.traffic.rows - before.rows == len(set(foreign)) * layer.layer.x.shape[1] * item
-    assert context.traffic.results - before.results == len(foreign) * layer.layer.down.shape[1] * item
 
 
 def every_case(rank: int, world: int, transport: str) -> None:
@@ -75,7 +42,7 @@ def every_case(rank: int, world: int, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, 4, 8])
 def test_every_spread_of_tokens_and_ids(world, transport) -> None:
     values(run_ranks(world, every_case, transport))
 
@@ -109,24 +76,9 @@ def test_slots_without_an_expert_may_hold_anything() -> None:
     assert values(run_ranks(2, slots_without_expert)) == [True, True]
 
 
-def random_steps(rank: int, world: int, steps: int) -> tuple[int, int, int]:
-    """Open files, open contexts and live tensors that came with the last four fifths of the steps."""
-    layers = [spread(seed, top_k=2) for seed in range(3)]
-    draw = torch.Generator().manual_seed(world)  # the same on all ranks
-    counted = []
-    for step in range(steps):
-        counts = tuple((torch.randint(0, MAX_TOKENS + 1, (world,), generator=draw)).tolist())
-        check(layers[step % 3], rank, counts, "shared memory", target="cpu")
-        if step in (steps // 5, steps - 1):
-            gc.collect()
-            tensors = sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
-            counted.append((len(os.listdir("/proc/self/fd")), len(contexts()), tensors))
-    return tuple(b - a for a, b in zip(*counted, strict=True))
-
-
-@pytest.mark.parametrize(("world", "steps"), [(2, 200), (4, 60)])
+@pytest.mark.parametrize(("world", "steps"), [(2, 200), (4, 60), (8, 20)])
 def test_random_steps_leak_nothing(world, steps) -> None:
-    for files, made, tensors in values(run_ranks(world, random_steps, steps)):
-        assert made == 0
-        assert files <= 0  # the group itself may close one meanwhile
-        assert tensors <= 0
+    for grown in values(run_ranks(world, random_steps, steps)):
+        assert grown.contexts == 0
+        assert grown.files <= 0  # the group itself may close one meanwhile
+        assert grown.tensors <= 0
