@@ -1,8 +1,9 @@
 """One expert-parallel layer over several processes of this machine: time and bytes.
 
-In: ranks, shape, dtype, tokens per rank. Out: milliseconds per step (best and median) of the node over shared memory,
-of the node over the group's collectives, and of the layer as models write it (gloo all_to_all of every slot's row), all
-with the same expert kernel; then the bytes that crossed between ranks beside the least that could.
+In: ranks, shape, dtype, tokens per rank. Out: milliseconds per step (best and median of interleaved rounds) of the node
+over shared memory, of the node over the group's collectives, of the layer as models write it (gloo all_to_all of every
+slot's row), and of transformers' all-reduce form (every rank has all tokens already, computes its own experts' part,
+one all_reduce), all with the same expert kernel; then the bytes that crossed between ranks beside the least that could.
 
     python benchmarks/expert_parallel.py --ranks 2 --tokens 1,4,16,64,256
 """
@@ -24,6 +25,13 @@ from torch import Tensor
 import moefuse.ops  # noqa: F401  (registers the operators)
 from moefuse.comm import Capacity, context_for
 
+STEPS = 8
+WAYS = {
+    "shared": "shared memory",
+    "collectives": "collectives",
+    "plain": "gloo all_to_all",
+    "reduced": "all_reduce",
+}
 SHAPES = {"small": (256, 128, 32, 4), "qwen3": (2048, 768, 128, 8)}
 
 
@@ -37,7 +45,7 @@ def main() -> None:
     )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--tokens", default="1,4,16,64,256", help="per rank")
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
@@ -54,20 +62,17 @@ def main() -> None:
 def show(args: argparse.Namespace, figures: list[dict[str, Any]]) -> None:
     hidden, inner, experts, top_k = SHAPES[args.shape]
     print(
-        f"{args.ranks} ranks, {experts} experts, top-{top_k}, {hidden}, {inner}, {args.dtype}, 1 thread each"
+        f"{args.ranks} ranks, {experts} experts, top-{top_k}, {hidden}, {inner}, {args.dtype}, 1 thread each; "
+        f"milliseconds, best (median) of {args.rounds} rounds of {STEPS} steps"
     )
-    print(
-        "tokens   "
-        + "".join(f"{name:>26}" for name in ("shared memory", "collectives", "plain all_to_all"))
-        + "   plain/shared"
-    )
+    print("tokens" + "".join(f"{name:>20}" for name in WAYS.values()) + "   a2a/shared  all-reduce/shared")
     for row in figures:
-        cells = [
-            f"{row[name]['best']:.3f} ms (median {row[name]['median']:.3f})"
-            for name in ("shared", "collectives", "plain")
-        ]
-        print(f"{row['tokens']:>6}   " + "".join(f"{cell:>26}" for cell in cells), end="")
-        print(f"   {row['plain']['best'] / row['shared']['best']:.2f}x")
+        cells = [f"{row[name]['best']:.3f} ({row[name]['median']:.3f})" for name in WAYS]
+        print(f"{row['tokens']:>6}" + "".join(f"{cell:>20}" for cell in cells), end="")
+        for other, width in (("plain", 13), ("reduced", 19)):
+            best, median = (row[other][kind] / row["shared"][kind] for kind in ("best", "median"))
+            print(f"{f'{best:.2f} ({median:.2f})':>{width}}", end="")
+        print()
     print(
         "\nbytes between ranks per step, rank 0 (rows in, results out, routing); least; what plain sends and receives"
     )
@@ -147,10 +152,29 @@ def measure(rank: int, args: argparse.Namespace, tokens: int) -> dict[str, Any]:
         rows[order] = back
         return (rows.view(tokens, top_k, hidden).float() * weights.unsqueeze(-1)).sum(1).to(dtype)
 
+    all_x, all_ids, all_weights = (gathered(tensor, world) for tensor in (x, ids, weights))
+
+    def reduced() -> Tensor:
+        y = torch.ops.moefuse.mega_moe(
+            None,
+            all_x,
+            all_ids - rank * local,
+            all_weights,
+            [w1],
+            [w2],
+            [],
+            [],
+            num_experts=local,
+            target="cpu",
+        )[0]
+        dist.all_reduce(y)
+        return y[rank * tokens : (rank + 1) * tokens]
+
     ways = {
         "shared": lambda: node(shared.tensor),
         "collectives": lambda: node(collectives.tensor),
         "plain": plain,
+        "reduced": reduced,
     }
     want = ways["plain"]()
     for name, way in ways.items():
@@ -166,15 +190,23 @@ def measure(rank: int, args: argparse.Namespace, tokens: int) -> dict[str, Any]:
     }
 
 
+def gathered(own: Tensor, world: int) -> Tensor:
+    """The tensors of all ranks, one after another."""
+    everyone = [torch.empty_like(own) for _ in range(world)]
+    dist.all_gather(everyone, own)
+    return torch.cat(everyone)
+
+
 def timed(ways: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, dict[str, float]]:
-    """In turn, so that a busy moment hits all of them."""
+    """In turn, so that a busy moment hits all of them; STEPS in a row, as the layers of a model come."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():
             dist.barrier()
             start = time.perf_counter()
-            way()
-            seconds[name].append(time.perf_counter() - start)
+            for _ in range(STEPS):
+                way()
+            seconds[name].append((time.perf_counter() - start) / STEPS)
     return {
         name: {"best": min(values) * 1e3, "median": statistics.median(values) * 1e3}
         for name, values in seconds.items()
@@ -183,10 +215,8 @@ def timed(ways: dict[str, Callable[[], Tensor]], rounds: int) -> dict[str, dict[
 
 def least(rank: int, world: int, local: int, ids: Tensor, row_bytes: int) -> dict[str, list[int]]:
     """Counted from the ids of all ranks: each token row once per rank that wants it, each result row once."""
-    everyone = [torch.empty_like(ids) for _ in range(world)]
-    dist.all_gather(everyone, ids)
     rows = results = 0
-    for source, theirs in enumerate(everyone):
+    for source, theirs in enumerate(gathered(ids, world).chunk(world)):
         if source != rank:
             mine = theirs // local == rank
             rows += int(mine.any(1).sum())
