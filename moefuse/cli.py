@@ -24,6 +24,8 @@ from moefuse.report.model import Report
 
 try:
     import typer
+
+    from moefuse.bench.command import bench
 except ImportError as error:
     raise ImportError("the moefuse command needs typer and rich: pip install 'moefuse[cli]'") from error
 
@@ -244,6 +246,9 @@ def zoo(
         raise typer.Exit(_EXIT_UNFUSED)
 
 
+app.command()(bench)
+
+
 @app.command()
 def diff(
     before: Annotated[
@@ -269,7 +274,7 @@ def diff(
 
 @app.command()
 def schema(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="report, graph, dump, diff or doctor")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="report, graph, dump, diff, doctor or bench")],
 ) -> None:
     """Print the JSON schema of what moefuse writes."""
     from moefuse import schemas

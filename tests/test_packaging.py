@@ -13,7 +13,17 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 # Optional, heavy or vendor packages. `import moefuse` must work, and be quick, without any of them.
-LAZY = ("transformers", "triton", "rich", "typer", "graphviz", "jinja2", "torch_npu", "torchair")
+LAZY = (
+    "transformers",
+    "triton",
+    "rich",
+    "typer",
+    "graphviz",
+    "jinja2",
+    "matplotlib",
+    "torch_npu",
+    "torchair",
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +51,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile):
             "policy/*.toml",
             "report/*.[jcm]*",
             "schemas/*.json",
+            "bench/*.cpp",
             "targets/**/*.cpp",
             "targets/**/*.h",
         )

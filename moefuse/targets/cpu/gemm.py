@@ -1,7 +1,7 @@
 """Small matrix products against one expert's weight, read as it lies.
 
 In: rows and a 2-D view of a weight. Out: the product, by the fastest route that torch has on a CPU and that
-makes no copy of the weight. Measured with the shapes of benchmarks/layer.py on an AVX-512 AMD part:
+makes no copy of the weight. Measured with the shapes of `moefuse bench` on an AVX-512 AMD part:
 
 - float32: oneDNN's inner product takes about half the time of torch.mm, which is MKL;
 - bfloat16, one row (decoding): the product is a walk over the weight, and torch.mm (oneDNN, which re-lays the

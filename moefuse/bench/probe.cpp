@@ -1,7 +1,7 @@
-// The limits that benchmarks/layer.py compares with: reading memory, and the multiplications of the kernel's own form.
+// The limits that `moefuse bench` compares with: reading memory, and the multiplications of the kernel's own form.
 #include <chrono>
 
-#include "../moefuse/targets/cpu/native/packed.h"
+#include "packed.h"
 
 using moefuse::f32v;
 using Clock = std::chrono::steady_clock;
