@@ -30,16 +30,22 @@ extern "C" double probe_read(const char* from, int64_t bytes, int threads) {
 // Multiplications and additions per second with all operands in the L1 cache.
 template <class D>
 static double peak(int threads) {
-    constexpr int K = 256, ROUNDS = 4000;
+    constexpr int K = 256, ROUNDS = 4000, ROWS = moefuse::TILES<D> ? moefuse::WIDE : moefuse::STRIP;
     const auto start = Clock::now();
 #pragma omp parallel num_threads(threads)
     {
-        alignas(64) static thread_local D w[moefuse::STRIP * (K + 32)], x[K * moefuse::WIDE];
-        alignas(64) static thread_local float c[moefuse::STRIP * moefuse::WIDE];
+        alignas(64) static thread_local D w[ROWS * (K + 32)], x[K * moefuse::WIDE];
+        alignas(64) static thread_local float c[ROWS * moefuse::WIDE];
+        const moefuse::TileRegisters<D> tiles;
         for (int i = 0; i < ROUNDS; i++)
+#if defined(MOEFUSE_AMX)
+            if constexpr (moefuse::TILES<D>)
+                moefuse::tile_block<2, 2>(w, K + 32, x, K, c, moefuse::WIDE, [](int) {});
+            else
+#endif
             moefuse::packed_tile<D, moefuse::STRIP, 2>(moefuse::Rows<D>{w, K + 32}, x, K, c, moefuse::WIDE, [](int) {});
     }
-    return 2.0 * threads * ROUNDS * moefuse::STRIP * moefuse::WIDE * K / since(start);
+    return 2.0 * threads * ROUNDS * ROWS * moefuse::WIDE * K / since(start);
 }
 extern "C" double probe_peak(int half, int threads) {
     if constexpr (moefuse::PACKS<moefuse::bf16>)

@@ -50,6 +50,11 @@ static int drive(int64_t type, int64_t tokens, int64_t top_k, int64_t experts, i
     layer.position = position, layer.round_products = tokens & 1;
     layer.weight1[0] = weight(w1a, n, h), layer.weight1[1] = weight(parts == 2 ? w1b : w1a, n, h);
     layer.weight2 = weight(w2, o, i);
+    Block scale(experts * o * 4);
+    layer.row_norm = tokens % 3, layer.row_norm_eps = 0.5;
+    if (layer.row_norm) layer.row_scale = scale.data, layer.row_scale_type = moefuse::FLOAT32;
+    layer.row_scale_stride = 1, layer.row_scale_expert = o;
+    layer.identities = h == o;
     layer.bias1[0] = vector(b1a, n), layer.bias1[1] = vector(parts == 2 ? b1b : b1a, n), layer.bias2 = vector(b2, o);
     layer.y = y.data, layer.nums = reinterpret_cast<int32_t*>(nums.data), layer.threads = threads;
     return moefuse_run(&layer);
@@ -57,7 +62,7 @@ static int drive(int64_t type, int64_t tokens, int64_t top_k, int64_t experts, i
 
 int main() {
     const int64_t shapes[][6] = {{0, 2, 3, 5, 4, 6}, {1, 1, 1, 1, 1, 1},      {5, 3, 4, 33, 7, 49},   {17, 2, 3, 31, 50, 13},
-                                 {60, 1, 2, 70, 97, 35}, {230, 1, 1, 40, 12, 200}, {9, 2, 2, 1100, 3, 5}};
+                                 {60, 1, 2, 70, 97, 35}, {230, 1, 1, 40, 12, 200}, {9, 2, 2, 1100, 3, 5},  {11, 2, 2, 37, 5, 37}};
     int layers = 0;
     for (const auto& s : shapes)
         for (int64_t type = 0; type < 3; type++)

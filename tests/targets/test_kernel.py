@@ -1,6 +1,8 @@
 """The C++ kernel: as exact as torch on every instruction set, the same bits for any number of threads, clear limits."""
 
 import ctypes
+import hashlib
+import platform
 import re
 import subprocess
 import sys
@@ -20,6 +22,18 @@ from moefuse.targets.cpu import build, huge_pages, isa, kernel, torch_kernel
 from tests.ops.moe_loop import GATED, PLAIN, Layer, layers, make_layer
 
 ISAS = [each.name for each in isa.available()]
+# AMX without AMX: the tile instructions are emulated (emulated_tiles.h), everything around them is the real code.
+TILES = Path(__file__).with_name("emulated_tiles.h")
+EMULATED = isa.Isa(
+    "amx_emulated",
+    (),
+    (
+        *isa.AMX_FLAGS,
+        f'-DMOEFUSE_EMULATED_TILES="{TILES}"',
+        f"-DTILES_TEXT={hashlib.sha256(TILES.read_bytes()).hexdigest()}",  # so that an edit means a new build
+    ),
+)
+EVERY = ISAS + ([EMULATED.name] if "avx512_bf16" in ISAS else [])
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What each takes part in: every form of the GEMM, full and cut tiles, blocks of k, of tokens and of features.
 SHAPES = [
@@ -33,7 +47,7 @@ SHAPES = [
 
 @cache
 def library(name: str) -> ctypes.CDLL:
-    (chosen,) = (each for each in isa.ISAS if each.name == name)
+    (chosen,) = (each for each in (*isa.ISAS, EMULATED) if each.name == name)
     loaded = kernel._open(chosen)
     assert not isinstance(loaded, str), loaded
     return loaded
@@ -50,11 +64,13 @@ def exact(layer: Layer) -> torch.Tensor:
     """The layer in float64."""
     x, ids, weights, *lists = layer.args[1:8]
     lists = [[tensor.double() for tensor in tensors] for tensors in lists]
+    scales = [scale.double() for scale in layer.args[8:]]
     options = Options(**layer.kwargs)._replace(output_dtype=torch.float64, product_dtype=None)
-    return targets.get("reference").run(None, Operands(x.double(), ids, weights.double(), *lists), options)[0]
+    operands = Operands(x.double(), ids, weights.double(), *lists, *scales)
+    return targets.get("reference").run(None, operands, options)[0]
 
 
-@pytest.mark.parametrize("name", ISAS)
+@pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s['tokens']} tokens")
 def test_as_exact_as_torch_operators(name, shape) -> None:
     for dtype in DTYPES:
@@ -77,7 +93,27 @@ def test_as_exact_as_torch_operators(name, shape) -> None:
                 assert error <= 1.5 * torch_error, (dtype, transposed, gate_up)
 
 
-@pytest.mark.parametrize("name", ISAS[1:])  # the first one runs under the operator's own tests
+@pytest.mark.parametrize("name", ISAS)
+@pytest.mark.parametrize("norm", [("none", 0.0), ("rms", 1e-5), ("scaled_rms", 1e-5)], ids=str)
+@pytest.mark.parametrize("scale", ["none", "shared", "own"])
+@pytest.mark.parametrize("position", ["output", "mid"])
+def test_row_norms_and_identity_experts_are_as_exact(name, norm, scale, position) -> None:
+    if norm[0] == "none" and scale != "none":
+        pytest.skip("a scale needs a norm")
+    for dtype in DTYPES:
+        for rounds in (False, True):
+            layer = make_layer(
+                1, tokens=40, top_k=3, hidden=100, out=100, inner=30, dtype=dtype, identities=2, norm=norm,
+                scale=scale, ids="wild", position=position,
+            )  # fmt: skip
+            layer.kwargs["product_dtype"] = dtype if rounds else None
+            args, want = arguments(layer), exact(layer)
+            error = (kernel.run(library(name), *args)[0].double() - want).norm()
+            torch_error = (torch_kernel.run(*args)[0].double() - want).norm()
+            assert error <= 1.5 * torch_error, (dtype, rounds)
+
+
+@pytest.mark.parametrize("name", EVERY[1:])  # the first one runs under the operator's own tests
 @settings(max_examples=60)
 @given(layer=layers(DTYPES))
 def test_any_layer(name: str, layer: Layer) -> None:
@@ -112,16 +148,18 @@ def test_activations_are_rounded_as_the_model_rounds_them(name, activation, acti
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("transposed", [(True, True), (False, False)])
-def test_the_same_bits_for_any_number_of_threads(dtype, transposed) -> None:
+@pytest.mark.parametrize("name", [*ISAS[:1], *EVERY[len(ISAS) :]])
+def test_the_same_bits_for_any_number_of_threads(dtype, transposed, name) -> None:
     layer = make_layer(
-        3, tokens=90, experts=3, hidden=96, inner=150, out=70, dtype=dtype, transposed=transposed
-    )
+        3, tokens=90, experts=3, hidden=96, inner=150, out=96, dtype=dtype, transposed=transposed,
+        norm=("rms", 1e-5), scale="own", identities=1,
+    )  # fmt: skip
     layer.args[2][:60, 0] = 0  # one expert has most of the work
     before, results = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 7):
             torch.set_num_threads(threads)
-            results.append(kernel.run(library(ISAS[0]), *arguments(layer))[0])
+            results.append(kernel.run(library(name), *arguments(layer))[0])
     finally:
         torch.set_num_threads(before)
     assert results[0].abs().sum() > 0
@@ -158,16 +196,22 @@ def test_swapped_data_is_seen() -> None:
     [
         ({"dtype": torch.float64}, {}, "float64 is computed by torch"),
         ({"output_dtype": torch.float64}, {}, "the output is torch.float64"),
-        ({}, {"activation": "custom", "activation_program": "mul.Tensor(g, u)"}, "custom activation"),
+        ({}, {"activation": "custom", "activation_program": "sin.default(g)"}, "sin.default has no C++ form"),
         ({}, {"activation_dtype": torch.bfloat16}, "the activation runs in torch.bfloat16"),
         ({}, {"product_dtype": torch.float16}, "products are rounded to torch.float16"),
-        ({}, {"num_identity_experts": 1}, "num_identity_experts=1"),
     ],
     ids=str,
 )
 def test_what_runs_in_torch_operators_instead(changes, options, reason) -> None:
     layer = make_layer(1, **changes)
     assert reason in kernel.supports(Operands(*layer.args[1:]), Options(**layer.kwargs)._replace(**options))
+
+
+def test_an_option_that_the_kernel_doesnt_know_runs_in_torch_operators(monkeypatch) -> None:
+    monkeypatch.setattr(kernel, "_OTHERS", {"num_identity_experts": 0})
+    layer = make_layer(1, hidden=5, identities=1)
+    reason = kernel.supports(Operands(*layer.args[1:]), Options(**layer.kwargs))
+    assert reason == "num_identity_experts=1 is computed by torch operators"
 
 
 def test_expert_tensors_of_another_dtype_run_in_torch_operators() -> None:
@@ -202,6 +246,7 @@ def test_enumerations_have_the_order_of_the_sources() -> None:
     assert names("activation.h", "Kind") == kernel.KINDS
     assert names("layer.h", "GateUp") == kernel.GATE_UPS
     assert names("layer.h", "Position") == kernel.POSITIONS
+    assert names("layer.h", "RowNorm") == kernel.ROW_NORMS
     assert names("vec.h", "Type") == tuple(str(dtype).removeprefix("torch.") for dtype in kernel.DTYPES)
 
 
@@ -238,6 +283,25 @@ def test_an_unknown_instruction_set_is_an_error(monkeypatch) -> None:
     monkeypatch.setenv(isa.VARIABLE, "avx3")
     with pytest.raises(ValueError, match=r"MOEFUSE_CPU_ISA: expected one of .*'plain'.*got 'avx3'"):
         isa.chosen()
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_tiles_need_the_systems_permission(monkeypatch, allowed) -> None:
+    has = dict.fromkeys(name for each in isa.ISAS for name in each.needs)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(has, True))
+    monkeypatch.setattr(isa, "_tiles_allowed", lambda: allowed)
+    assert isa.available()[0].name == ("amx_bf16" if allowed else "avx512_bf16")
+
+
+@pytest.mark.skipif(build.find_compiler() is None or platform.machine() != "x86_64", reason="no x86 compiler")
+def test_the_real_tile_instructions_are_in_the_amx_build(tmp_path) -> None:
+    """They can't run everywhere; that they are compiled can be seen everywhere."""
+    path = tmp_path / "kernel.s"
+    command = [build.find_compiler(), *build.FLAGS, *isa.AMX_FLAGS, "-DMOEFUSE_TYPE=bf16", "-S"]
+    subprocess.run([*command, str(build.SOURCES / "run.cpp"), "-o", str(path)], check=True, timeout=200)
+    text = path.read_text()
+    for instruction in ("ldtilecfg", "tileloadd", "tdpbf16ps", "tilestored", "tilerelease"):
+        assert instruction in text
 
 
 def test_switched_off_it_runs_in_torch_operators(monkeypatch) -> None:
@@ -298,4 +362,4 @@ def test_sanitizers_find_nothing(tmp_path) -> None:
     subprocess.run([*command, *objects, "-o", str(driver)], check=True, timeout=200)
     done = subprocess.run([driver], capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout == "252 layers\n"
+    assert done.stdout == "288 layers\n"

@@ -20,21 +20,24 @@ from torch import Tensor
 from moefuse.ops import activations
 from moefuse.ops.operands import Operands
 from moefuse.ops.options import Options
-from moefuse.targets.cpu import build, huge_pages, isa
+from moefuse.targets.cpu import build, huge_pages, isa, program
 
 # Each tuple is in the order of an enumeration in native/.
 KINDS = (
     "swiglu", "swiglustep", "swigluoai", "situglu", "geglu", "geglu_tanh", "quick_geglu", "reglu", "relu2glu",
     "sigmoidglu", "bilinear", "silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid", "tanh", "identity",
+    "custom",
 )  # fmt: skip
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 GATE_UPS = ("none", "concat", "interleaved", "concat_swapped", "interleaved_swapped", "separate")
 POSITIONS = ("output", "mid", "input")
+ROW_NORMS = ("plain", "rms", "scaled_rms")
 
 _KIND = {name: i for i, name in enumerate(KINDS)}
 _DTYPE = {dtype: i for i, dtype in enumerate(DTYPES)}
 _GATE_UP = {name: i for i, name in enumerate(GATE_UPS)}
 _POSITION = {name: i for i, name in enumerate(POSITIONS)}
+_ROW_NORM = {"none": 0} | {name: i for i, name in enumerate(ROW_NORMS)}
 _COMPUTED = frozenset(DTYPES[:3])
 # The options that the kernel follows. Any other must have its default value: one that is added to the operator
 # later is not skipped over, the call goes to torch operators.
@@ -42,11 +45,11 @@ _READ = frozenset(
     (
         "num_experts", "ep_world_size", "transpose_weight1", "transpose_weight2", "gate_up", "activation",
         "activation_params", "activation_program", "activation_dtype", "weight_position", "product_dtype",
-        "output_dtype",
+        "output_dtype", "row_norm", "row_norm_eps", "num_identity_experts",
     )
 )  # fmt: skip
 _OTHERS = {name: default for name, default in Options._field_defaults.items() if name not in _READ}
-_LAYER = struct.Struct("=16q3d37q")
+_LAYER = struct.Struct("=16q3d35qd9q")
 _ABSENT = (0, 0, 0, 0, 0)
 _MOST_SLOTS = 2**31 - 1
 
@@ -88,20 +91,19 @@ def supports(operands: Operands, options: Options) -> str:
     x, topk_ids, topk_weights, weight1, weight2, bias1, bias2, row_scale = operands
     return (
         _options(x.dtype, options)
-        or ("" if row_scale is None else "a row scale is applied by torch operators")
         or ("" if topk_ids.numel() <= _MOST_SLOTS else f"more than {_MOST_SLOTS} slots")
         or _placement((x, topk_ids, topk_weights, *weight1, *weight2, *bias1, *bias2))
+        or _placement(() if row_scale is None else (row_scale,))
         or _same_dtype(x.dtype, (*weight1, *weight2, *bias1, *bias2))
         or _layout("weight1", weight1, options.transpose_weight1)
         or _layout("weight2", weight2, options.transpose_weight2)
         or _same_strides("bias1", bias1)
         or _same_strides("bias2", bias2)
+        or _program(x.dtype, options)
     )
 
 
 def _options(dtype: torch.dtype, options: Options) -> str:
-    if options.activation == activations.CUSTOM:
-        return "custom activation programs run in torch operators"
     if dtype not in _COMPUTED:
         return f"{dtype} is computed by torch operators"
     if options.activation_dtype not in (None, dtype, torch.float32):
@@ -114,6 +116,21 @@ def _options(dtype: torch.dtype, options: Options) -> str:
         if getattr(options, name) != default:
             return f"{name}={getattr(options, name)!r} is computed by torch operators"
     return ""
+
+
+def _program(dtype: torch.dtype, options: Options) -> str:
+    found = _activation(dtype, options)
+    return found if isinstance(found, str) else ""
+
+
+def _activation(dtype: torch.dtype, options: Options) -> int | str:
+    """The address of a custom activation, built if need be, or why there is none; 0 for an activation by name."""
+    if options.activation != activations.CUSTOM:
+        return 0
+    chosen = isa.chosen()
+    if chosen is None:
+        return f"{isa.VARIABLE}={isa.OFF}"
+    return program.compiled(chosen, options.activation_program, dtype, options.activation_dtype or dtype)
 
 
 def _placement(tensors: Sequence[Tensor]) -> str:
@@ -163,7 +180,7 @@ class Packed(NamedTuple):
 
 def pack(operands: Operands, options: Options) -> Packed:
     """The call's description, and its outputs, y [T, O] and nums [E] int32, not yet written."""
-    x, topk_ids, topk_weights, weight1, weight2, bias1, bias2, _ = operands
+    x, topk_ids, topk_weights, weight1, weight2, bias1, bias2, row_scale = operands
     tokens, hidden = x.shape
     experts, outputs = options.num_experts, weight2[0].shape[-2 if options.transpose_weight2 else -1]
     inner = weight2[0].shape[-1 if options.transpose_weight2 else -2]
@@ -183,11 +200,12 @@ def pack(operands: Operands, options: Options) -> Packed:
         x.data_ptr(), x.stride(0), topk_ids.data_ptr(), topk_ids.dtype == torch.int64,
         topk_weights.data_ptr(), _DTYPE[topk_weights.dtype], tokens, topk_ids.shape[1], experts, hidden, inner,
         outputs, _DTYPE[x.dtype], _DTYPE[dtype], _GATE_UP[options.gate_up], _KIND[options.activation], *params,
-        options.activation_dtype in (None, x.dtype), _POSITION[options.weight_position],
+        options.activation_dtype in (None, x.dtype), _activation(x.dtype, options), _POSITION[options.weight_position],
         options.product_dtype == x.dtype,
         *_weights(first[0], options.transpose_weight1, keep), *_weights(first[-1], options.transpose_weight1, keep),
         *_weights(weight2, options.transpose_weight2, keep),
         *_biases(first_bias[0], keep), *_biases(first_bias[-1], keep), *_biases(bias2, keep),
+        _ROW_NORM[options.row_norm], options.row_norm_eps, *_row_scale(row_scale), options.num_identity_experts,
         y.data_ptr(), nums.data_ptr(), torch.get_num_threads(), 0,
     )  # fmt: skip
     return Packed(layer, y, nums, keep)
@@ -230,6 +248,12 @@ def _weights(weights: Sequence[Tensor], transposed: bool, keep: list[object]) ->
 
 def _biases(biases: Sequence[Tensor], keep: list[object]) -> tuple[int, ...]:
     return (*_where(biases, 2, keep), biases[0].stride(-1), 0) if biases else _ABSENT
+
+
+def _row_scale(scale: Tensor | None) -> tuple[int, int, int, int]:
+    if scale is None:
+        return 0, 0, 0, 0
+    return scale.data_ptr(), _DTYPE[scale.dtype], scale.stride(0) if scale.dim() == 2 else 0, scale.stride(-1)
 
 
 def _where(tensors: Sequence[Tensor], stacked_dim: int, keep: list[object]) -> tuple[int, int, int]:

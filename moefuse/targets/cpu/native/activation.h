@@ -11,7 +11,7 @@ namespace moefuse {
 // In the order of KINDS in kernel.py.
 enum Kind : int64_t {
     SWIGLU, SWIGLUSTEP, SWIGLUOAI, SITUGLU, GEGLU, GEGLU_TANH, QUICK_GEGLU, REGLU, RELU2GLU, SIGMOIDGLU, BILINEAR,
-    SILU, GELU, GELU_TANH, QUICK_GELU, RELU, RELU2, SIGMOID, TANH, IDENTITY
+    SILU, GELU, GELU_TANH, QUICK_GELU, RELU, RELU2, SIGMOID, TANH, IDENTITY, CUSTOM
 };
 
 // Error about 1 ulp; 0 below exp(-87.3), infinity above exp(88.7), NaN for NaN.
@@ -50,9 +50,8 @@ static inline f32v tanh_of(f32v x) {
     return select(s < splat(0.36f), small, large);
 }
 
-// g * (1 + erf(g / sqrt 2)) / 2 through erfc, which keeps the precision of the negative tail.
-static inline f32v gelu_of(f32v g) {
-    const f32v x = bit_cast<f32v>(bit_cast<i32v>(g) & 0x7fffffff) * 0.707106781f;
+// (1 - erf(x)) / 2 for x >= 0.
+static inline f32v half_erfc_of(f32v x) {
     const f32v t = select(x > splat(1e18f), splat(1.f), (x - 3.f) / (x + 3.f));
     f32v p = -9.25451668e-5f * t - 5.13850513e-4f;
     p = p * t + 1.87507912e-3f;
@@ -64,7 +63,12 @@ static inline f32v gelu_of(f32v g) {
     p = p * t - 4.75621569e-2f;
     p = p * t - 0.135620239f;
     p = p * t + 1.25300806f;
-    const f32v half_erfc = 0.5f * exp_of(-x * x) * p / (1.f + 2.f * x);
+    return 0.5f * exp_of(-x * x) * p / (1.f + 2.f * x);
+}
+
+// g * (1 + erf(g / sqrt 2)) / 2 through erfc, which keeps the precision of the negative tail.
+static inline f32v gelu_of(f32v g) {
+    const f32v half_erfc = half_erfc_of(bit_cast<f32v>(bit_cast<i32v>(g) & 0x7fffffff) * 0.707106781f);
     return g * select(g < splat(0.f), half_erfc, 1.f - half_erfc);
 }
 

@@ -47,7 +47,7 @@ struct Tokens {
     void pack_rows(int64_t k, bool dots) {
         in_blocks = 0;
         if constexpr (PACKS<D>) {
-            in_blocks = packed_tokens(count, dots);
+            in_blocks = packed_tokens<D>(count, dots);
             for (int i = count; i < in_blocks; i++)
                 std::memset(static_cast<void*>(rows + i * stride), 0, stride * sizeof(X));
             const int64_t padded = round_up(k, 32);

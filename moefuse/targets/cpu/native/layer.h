@@ -11,6 +11,7 @@ struct Remote;
 
 enum GateUp : int64_t { NONE, CONCAT, INTERLEAVED, CONCAT_SWAPPED, INTERLEAVED_SWAPPED, SEPARATE };
 enum Position : int64_t { OUTPUT, MID, INPUT };
+enum RowNorm : int64_t { PLAIN, RMS, SCALED_RMS };
 
 // One expert's tensors of one part: through a table of pointers (per-expert lists), or base + e * expert_bytes.
 struct Tensors {
@@ -40,10 +41,18 @@ struct Layer {
     int64_t activation;
     double params[3];
     int64_t round_activation;  // after each of its operators
+    void (*custom)(const float* gate, const float* up, float* out, int n);  // the activation if it is CUSTOM
     int64_t position;
     int64_t round_products;
     Tensors weight1[2], weight2;
     Tensors bias1[2], bias2;
+    int64_t row_norm;
+    double row_norm_eps;
+    const void* row_scale;  // null: none
+    int64_t row_scale_type;
+    int64_t row_scale_expert;  // in elements: from one expert to the next, 0 where they share it
+    int64_t row_scale_stride;
+    int64_t identities;  // experts behind the last one that return the token's row
     void* y;        // [tokens, outputs], contiguous
     int32_t* nums;  // [experts]
     int64_t threads;

@@ -8,6 +8,7 @@
 
 #include <type_traits>
 
+#include "amx.h"
 #include "outer.h"
 
 namespace moefuse {
@@ -24,9 +25,11 @@ constexpr bool PACKS = sizeof(typename Mac<D>::X) == sizeof(D);
 
 // How many of t tokens are computed here, a multiple of LANES. Beyond whole blocks: as many as are cheaper in a half or
 // a whole block, filled up with zeros, than as dot products (measured); all where the other form would read a whole
-// panel again.
+// panel again, and all where tiles read the weights as they lie.
+template <class D>
 static inline int packed_tokens(int t, bool dots) {
     const int rest = t % WIDE, blocks = t - rest;
+    if (TILES<D> && dots) return (t + LANES - 1) / LANES * LANES;
     if (4 * rest <= 3 * LANES && (dots || !blocks || !rest)) return blocks;
     return blocks + (rest <= LANES || (dots && 16 * rest <= 22 * LANES) ? LANES : WIDE);
 }
@@ -181,10 +184,10 @@ static void packed_panel(At&& at, int n, const D* x, ptrdiff_t stride, int t, in
     for (; row < n; row++) strip(std::integral_constant<int, 1>{}, row);
 }
 
-// Weights as they lie, k contiguous. `next` is what will be read after this panel.
+// Weights as they lie, k contiguous, without tiles. `next` is what will be read after this panel.
 template <class D>
-static void packed_rows(const D* w, ptrdiff_t ldw, int n, const D* x, ptrdiff_t stride, int t, int64_t k0, int k,
-                        float* c, ptrdiff_t ldc, const D* next) {
+static void packed_vectors(const D* w, ptrdiff_t ldw, int n, const D* x, ptrdiff_t stride, int t, int64_t k0, int k,
+                           float* c, ptrdiff_t ldc, const D* next) {
     packed_panel<D>([=](int row) { return Rows<D>{w + row * ldw, ldw}; }, n, x, stride, t, k0, k, c, ldc,
                     [=](int row, auto rows) {
                         const D* after = row + 2 * rows <= n ? w + (row + rows) * ldw : next;
@@ -193,6 +196,21 @@ static void packed_rows(const D* w, ptrdiff_t ldw, int n, const D* x, ptrdiff_t 
                             for (int r = 0; r < rows; r++) __builtin_prefetch(after + r * ldw + line, 0, 2);
                         };
                     });
+}
+
+// The same, in tiles as far as they go.
+template <class D>
+static void packed_rows(const D* w, ptrdiff_t ldw, int n, const D* x, ptrdiff_t stride, int t, int64_t k0, int k,
+                        float* c, ptrdiff_t ldc, const D* next) {
+#if defined(MOEFUSE_AMX)
+    if constexpr (TILES<D>) {
+        tile_panel(w, ldw, n, x, stride, t, k0, k, c, ldc, next);
+        const int rows = n / TILE_ROWS * TILE_ROWS, whole = k / TILE_K * TILE_K;
+        if (whole < k) packed_vectors<D>(w + whole, ldw, rows, x, stride, t, k0 + whole, k - whole, c, ldc, next);
+        w += rows * ldw, n -= rows, c += rows * ldc;
+    }
+#endif
+    packed_vectors<D>(w, ldw, n, x, stride, t, k0, k, c, ldc, next);
 }
 
 // Weights whose n is contiguous: a panel is copied, then read.

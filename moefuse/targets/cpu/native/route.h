@@ -13,17 +13,20 @@
 
 namespace moefuse {
 
+constexpr int32_t NOBODY = -1, IDENTITY_EXPERT = -2;
+
 struct Routing {
     std::vector<int32_t> first;     // [experts + 1]: where each expert's slots start
     std::vector<int32_t> slots;     // [rows]: slot (token * top_k + k) of each row
-    std::vector<int32_t> position;  // [tokens * top_k]: row of each slot, -1 for ids that no expert has
+    std::vector<int32_t> position;  // [tokens * top_k]: row of each slot, NOBODY for ids that no expert has
 
     explicit Routing(const Layer& layer) : first(layer.experts + 1), position(layer.tokens * layer.top_k) {
         const int64_t count = layer.tokens * layer.top_k;
         for (int64_t slot = 0; slot < count; slot++) {
             const int64_t id = layer.id(slot);
             const bool exists = id >= 0 && id < layer.experts;
-            position[slot] = exists ? int32_t(id) : -1;
+            const bool identity = id >= layer.experts && id < layer.experts + layer.identities;
+            position[slot] = exists ? int32_t(id) : identity ? IDENTITY_EXPERT : NOBODY;
             if (exists) first[id + 1]++;
         }
         for (int64_t e = 0; e < layer.experts; e++) {

@@ -7,6 +7,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "activation.h"
 #include "gemm.h"
@@ -38,18 +39,25 @@ class Run {
           x_stride_(round_up(std::max(layer.hidden, layer.inner), 32) + 32),
           chunk_(std::min<int64_t>(TURNED, longest())),
           x_bytes_(round_up((chunk_ + SPARE_ROWS) * x_stride_ * sizeof(X), 64)),
-          packed_bytes_(PACKS<D> && packed_tokens(int(chunk_), false) ? x_bytes_ : 0),
+          packed_bytes_(PACKS<D> && (packed_tokens<D>(int(chunk_), dots_[0]) || packed_tokens<D>(int(chunk_), dots_[1]))
+                            ? x_bytes_
+                            : 0),
           sums_bytes_(round_up((chunk_ + SPARE_ROWS) * SUMS_STRIDE * sizeof(float), 64)),
           row_bytes_(round_up(hidden_stride_ * rows_ * sizeof(D), 64)),
           result_bytes_(layer.remote ? 0 : round_up(rows_stride_ * rows_ * sizeof(D), 64)),
           workspace_(row_bytes_ + result_bytes_ + threads * scratch_bytes()) {}
 
     void thread(int thread, int threads) {
+        const TileRegisters<D> tiles;
         first_.work(thread, [&](const Task& task, const Task* next) { first_gemm(task, next, thread); });
 #pragma omp barrier
         second_.work(thread, [&](const Task& task, const Task* next) { second_gemm(task, next, thread); });
         if (layer_.remote) return;
 #pragma omp barrier
+        if (layer_.row_norm != PLAIN) {
+            for (int64_t row = rows_ * thread / threads; row < rows_ * (thread + 1) / threads; row++) normalise(row);
+#pragma omp barrier
+        }
         switch (layer_.out_type) {
             case FLOAT32: return combine<float>(thread, threads);
             case BFLOAT16: return combine<bf16>(thread, threads);
@@ -63,6 +71,8 @@ class Run {
     static constexpr int64_t PANEL_BYTES = PANEL_K * PANEL_STRIDE * sizeof(uint32_t);
     static constexpr int64_t ROW_BYTES = round_up(3 * SUMS_STRIDE * sizeof(float), 64);
 
+    // The weighted rows are rounded, so they can be weighted where they lie.
+    bool weighs_rows() const { return layer_.position == OUTPUT && layer_.round_products; }
     bool gated() const { return layer_.gate_up != NONE; }
     // Gate and up columns alternate within each row of the weight: computed as one panel, taken apart afterwards.
     bool joined() const {
@@ -172,7 +182,10 @@ class Run {
             for (int j = 0; j < own; j++) first[j] = gate[2 * j], second[j] = gate[2 * j + 1];
             gate = swapped() ? second : first, up = swapped() ? first : second;
         }
-        activate<D>(layer_.activation, layer_.params, layer_.round_activation, gate, up, out, own);
+        if (layer_.activation == CUSTOM)
+            layer_.custom(gate, up, out, own);
+        else
+            activate<D>(layer_.activation, layer_.params, layer_.round_activation, gate, up, out, own);
         const bool scales = layer_.position == MID;
         store_row(hidden(row) + n, out, own, scales ? weight_of(row) : 1.f, scales);
     }
@@ -191,7 +204,7 @@ class Run {
                 const int own = std::min(width_[1], task.end - n);
                 multiply(all.from(n), own, tokens, layer_.inner, sums_of(thread, 0), SUMS_STRIDE,
                          n + width_[1] < task.end ? all.from(n + width_[1]).w : after);
-                const bool scales = layer_.position == OUTPUT && layer_.round_products;
+                const bool scales = weighs_rows() && layer_.row_norm == PLAIN;
                 for (int i = 0; i < t; i++)
                     store_row(destination(row + i) + n, sums_of(thread, 0) + i * SUMS_STRIDE, own,
                               scales ? weight_of(row + i) : 1.f, scales);
@@ -229,11 +242,56 @@ class Run {
         }
     }
 
+    // One row of the second GEMM over its mean square, in place; weighted as well where weighted rows are rounded.
+    void normalise(int64_t row) {
+        D* values = result(row);
+        const int64_t n = layer_.outputs;
+        const bool first = layer_.row_scale && layer_.row_norm == SCALED_RMS, second = layer_.row_scale && !first;
+        const int64_t scales = layer_.row_scale ? expert_of(row) * layer_.row_scale_expert : 0;
+        const auto scale = [=](int64_t i) {  // beyond the last: 0
+            if (layer_.row_scale_stride == 1 && i + LANES <= n)
+                return load(layer_.row_scale, scales + i, layer_.row_scale_type);
+            f32v found = {};
+            for (int64_t j = 0; j < LANES && i + j < n; j++)
+                found[j] = scalar(layer_.row_scale, scales + (i + j) * layer_.row_scale_stride, layer_.row_scale_type);
+            return found;
+        };
+        const auto value = [=](int64_t i) {
+            const f32v own = i + LANES <= n ? load(values + i) : load_some(values + i, int(n - i));
+            return first ? rounded<D>(own * scale(i)) : own;
+        };
+        f32v squares = {};
+        for (int64_t i = 0; i < n; i += LANES) squares += value(i) * value(i);
+        const float factor = 1.f / std::sqrt(lane_sum(squares) / float(n) + float(layer_.row_norm_eps));
+        const float weight = weighs_rows() ? weight_of(row) : 1.f;
+        for (int64_t i = 0; i < n; i += LANES) {
+            f32v normal = value(i) * factor;
+            if (second) normal *= scale(i);
+            if (weighs_rows()) normal = rounded<D>(normal) * weight;
+            if (i + LANES <= n)
+                store(values + i, normal);
+            else
+                store_some(values + i, normal, int(n - i));
+        }
+    }
+    int64_t expert_of(int64_t row) const {
+        return std::upper_bound(routing_.first.begin(), routing_.first.end(), int32_t(row)) - routing_.first.begin() - 1;
+    }
+
+    // What an identity expert adds: LANES values of the token's row from n on, weighted.
+    f32v identity(int64_t token, int64_t slot, int64_t n) const {
+        const D* x = static_cast<const D*>(layer_.x) + token * layer_.x_stride + n;
+        const int64_t left = layer_.hidden - n;
+        const f32v own = left >= LANES ? load(x) : load_some(x, int(left));
+        const f32v product = own * scalar(layer_.topk_weights, slot, layer_.weights_type);
+        return layer_.position != OUTPUT || layer_.round_products ? rounded<D>(product) : product;
+    }
+
     template <class Out>
     void combine(int thread, int threads) {
         constexpr int64_t BLOCK = 512;
         const int64_t blocks = (layer_.outputs + BLOCK - 1) / BLOCK, all = layer_.tokens * blocks;
-        const bool weighs = layer_.position == OUTPUT && !layer_.round_products;
+        const bool weighs = layer_.position == OUTPUT && !weighs_rows();
         std::vector<float> weights(layer_.top_k, 1.f);
         for (int64_t i = all * thread / threads; i < all * (thread + 1) / threads; i++) {
             const int64_t token = i / blocks, begin = i % blocks * BLOCK, end = std::min(layer_.outputs, begin + BLOCK);
@@ -245,7 +303,10 @@ class Run {
                 f32v sum = {};
                 for (int64_t j = 0; j < layer_.top_k; j++) {
                     // reads into the padding of the row where fewer than LANES values are left
-                    if (rows[j] >= 0) sum += load(result(rows[j]) + n) * weights[j];
+                    if (rows[j] >= 0)
+                        sum += load(result(rows[j]) + n) * weights[j];
+                    else if (rows[j] == IDENTITY_EXPERT)
+                        sum += identity(token, token * layer_.top_k + j, n);
                 }
                 if (n + LANES <= end)
                     store(y + n, sum);

@@ -164,4 +164,17 @@ static inline float scalar(const void* base, int64_t index, int64_t type) {
     }
 }
 
+// LANES neighbouring values.
+static inline f32v load(const void* base, int64_t index, int64_t type) {
+    switch (type) {
+        case FLOAT32: return load(static_cast<const float*>(base) + index);
+        case BFLOAT16: return load(static_cast<const bf16*>(base) + index);
+        case FLOAT16: return load(static_cast<const f16*>(base) + index);
+        default: break;
+    }
+    f32v value;
+    for (int i = 0; i < LANES; i++) value[i] = scalar(base, index + i, type);
+    return value;
+}
+
 }  // namespace moefuse
