@@ -94,9 +94,7 @@ class NativeStep:
             self._barrier.look(step[_LATE], deadline)
         if status == _NO_MEMORY:
             raise kernel.out_of_memory()
-        return Done(
-            layer.y if status == _FINISHED else None, layer.nums, step[_PULLED], step[_RETURNED]
-        )
+        return Done(layer.y if status == _FINISHED else None, layer.nums, step[_PULLED], step[_RETURNED])
 
 
 def _library(call: Call) -> ctypes.CDLL | None:

@@ -34,7 +34,9 @@ def _autograd(keyset: torch._C.DispatchKeySet, *args: Any, **constants: Any) -> 
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
         raise NotImplementedError("mega_moe.ep has no gradient: run it under torch.no_grad()")
     if (keyset & torch._C._after_ADInplaceOrView_keyset).highestPriorityTypeId() in PLAIN_KEYS:
-        return _run(*args, **constants)  # as in mega_moe: the second walk through the dispatcher costs as much
+        return _run(
+            *args, **constants
+        )  # as in mega_moe: the second walk through the dispatcher costs as much
     with torch._C._AutoDispatchBelowAutograd():
         y, nums = _OP.redispatch(keyset & torch._C._after_autograd_keyset, *args, **constants)
     return y, nums

@@ -56,9 +56,7 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
         for _ in range(2):
             try:
                 command = ["unshare", "--net", "--mount", "sh", "-c", _SETUP]
-                holder = subprocess.Popen(
-                    command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-                )
+                holder = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             except OSError as error:
                 raise NoNamespaces(f"unshare: {error}") from None
             holders.append(holder)
@@ -71,7 +69,18 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
         )
         # made inside the first namespace, so that it is gone with it whatever happens
         first, second = hosts
-        _run(*first.enter, "ip", "link", "add", first.interface, "type", "veth", "peer", "name", second.interface)
+        _run(
+            *first.enter,
+            "ip",
+            "link",
+            "add",
+            first.interface,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            second.interface,
+        )
         _run(*first.enter, "ip", "link", "set", second.interface, "netns", str(second.pid))
         for host in hosts:
             _run(*host.enter, "ip", "address", "add", f"{host.address}/24", "dev", host.interface)

@@ -62,7 +62,9 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: flo
 def values(outcomes: list[Outcome]) -> list[Any]:
     """What the ranks returned; fails with the first traceback where one raised or died."""
     # what went wrong first, before what others heard of it
-    order = sorted(enumerate(outcomes), key=lambda each: each[1].error is not None and each[1].error[0] == "PeerError")
+    order = sorted(
+        enumerate(outcomes), key=lambda each: each[1].error is not None and each[1].error[0] == "PeerError"
+    )
     for rank, outcome in order:
         assert outcome.error is None, f"rank {rank}:\n{outcome.trace}"
         assert outcome.exit_code == 0, f"rank {rank} ended with {outcome.exit_code}"

@@ -133,13 +133,18 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=1000, help="random steps on each number of processes")
-    parser.add_argument("--kills", type=int, default=50, help="runs with a kill, half with 2 and half with 4 ranks")
+    parser.add_argument(
+        "--kills", type=int, default=50, help="runs with a kill, half with 2 and half with 4 ranks"
+    )
     parser.add_argument("--seed", type=int, default=2026)
     args = parser.parse_args()
     for world in (2, 4, 8):
         start = time.monotonic()
         grown = values(run_ranks(world, random_steps, args.steps, timeout=3600))
-        print(f"{world} ranks: {args.steps} random steps right in {time.monotonic() - start:.0f} s, {grown}", flush=True)
+        print(
+            f"{world} ranks: {args.steps} random steps right in {time.monotonic() - start:.0f} s, {grown}",
+            flush=True,
+        )
     for world, runs in ((2, args.kills - args.kills // 2), (4, args.kills // 2)):
         good, longest = killed(world, runs, args.seed)
         print(

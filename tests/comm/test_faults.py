@@ -1,12 +1,9 @@
 """Ranks that raise, die, stop or bring too much: the others hear of it, by name and in time."""
 
-import os
 import signal
-import threading
 import time
 
 import pytest
-import torch.distributed as dist
 
 from moefuse.comm import CapacityError, ContextError, PeerError, context_for
 from tests.comm.layers import spread

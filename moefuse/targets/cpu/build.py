@@ -123,7 +123,10 @@ def _build(isa: Isa, compiler: str, path: Path, what: str, compile_to: Compile) 
 def compile_into(library: Path, compiler: str, flags: Sequence[str]) -> None:
     """Compile the sources, one process per dtype side by side, and link them. Raises BuildError."""
     units = [(library.with_name(f"{name}.o"), "run.cpp", f"-DMOEFUSE_TYPE={name}") for name in TYPES]
-    units += [(library.with_name(f"{name}.o"), f"{name}.cpp", "-DMOEFUSE_TYPE=float") for name in ("moefuse", "exchange")]
+    units += [
+        (library.with_name(f"{name}.o"), f"{name}.cpp", "-DMOEFUSE_TYPE=float")
+        for name in ("moefuse", "exchange")
+    ]
     with ThreadPoolExecutor(len(units)) as pool:
         list(
             pool.map(
