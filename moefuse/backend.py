@@ -28,6 +28,7 @@ from moefuse.ops import loop_markers
 from moefuse.options import OptionError, Options
 from moefuse.passes import pipeline
 from moefuse.passes.pipeline import FuseResult, RejectedError
+from moefuse.passes.plan_comm import AgreementError, Contact
 from moefuse.passes.verify import Checker, VerifyError, tolerance
 from moefuse.patterns.markers import UnprovedError
 from moefuse.report.journal import JOURNAL
@@ -67,7 +68,7 @@ def moefuse(
     from_mode = _mode_options(mode, choose(parsed.inner, example_inputs))
     inputs, taking_the_whole = read_locally(gm, example_inputs)
     with refusals():
-        compiled = compile_graph(gm, inputs, parsed, from_mode)
+        compiled = compile_graph(gm, inputs, parsed, from_mode, contact="ask")
     JOURNAL.record(compiled.report, CompileContext.current_compile_id())
     run = compiled.run if compiled.checker is None else _verified(compiled, gm, parsed.mode)
     return taking_the_whole(run)
@@ -149,8 +150,9 @@ def compile_graph(
     inner_options: Mapping[str, Any],
     *,
     record: bool = False,
+    contact: Contact = "draw",
 ) -> Compiled:
-    """The compiled callable, and what happened. See the module text. record: as for `pipeline.run`.
+    """The compiled callable, and what happened. See the module text. record, contact: as for `pipeline.run`.
 
     inner_options: for the inner compiler, beside those of the user's options, over which they win.
 
@@ -177,14 +179,21 @@ def compile_graph(
     if not worth_a_look(gm):
         return plain(GraphReport(index, (), nodes, nodes, note="no routing operation in this graph"))
     try:
-        result, seconds = _fuse(gm, example_inputs, options, index, record or bool(options.dump))
+        result, seconds = _fuse(gm, example_inputs, options, index, record or bool(options.dump), contact)
     except Exception as error:
-        if isinstance(error, RejectedError | UnprovedError) or is_control_flow(error) or options.mode == "on":
+        final = isinstance(error, RejectedError | UnprovedError | AgreementError)
+        if final or is_control_flow(error) or options.mode == "on":
             raise
         return plain(_failed(index, nodes, error))
     note = _unused_excludes(options, result)
     report = GraphReport(
-        index, tuple(result.layers), result.nodes_before, result.nodes_after, seconds, note=note
+        index,
+        tuple(result.layers),
+        result.nodes_before,
+        result.nodes_after,
+        seconds,
+        note=note,
+        contexts=tuple(result.contexts),
     )
     for graph in _graphs(gm):
         loop_markers.strip(graph)
@@ -202,7 +211,9 @@ def compile_graph(
             original=gm,
         )
     except Exception as error:
-        if is_control_flow(error) or options.mode == "on":
+        if (
+            is_control_flow(error) or options.mode == "on" or result.contexts
+        ):  # the other ranks count on this one
             raise
         log.warning("the inner compiler failed on the fused graph; compiling it unfused", exc_info=True)
         return plain(_failed(index, nodes, error))
@@ -240,7 +251,12 @@ def _is_index(node: Node) -> bool:
 
 
 def _fuse(
-    gm: GraphModule, example_inputs: Sequence[Any], options: Options, index: int, record: bool
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    index: int,
+    record: bool,
+    contact: Contact,
 ) -> tuple[FuseResult, dict[str, float]]:
     start = time.process_time()
     captured = capture(gm, example_inputs)
@@ -251,7 +267,12 @@ def _fuse(
 
         write_dump(options.dump, index, "before", captured.graph_module)
     result = pipeline.run(
-        captured.graph_module, captured.parameters, options, training=captured.training, record=record
+        captured.graph_module,
+        captured.parameters,
+        options,
+        training=captured.training,
+        record=record,
+        contact=contact,
     )
     _debug(index, "after", captured.graph_module)
     if options.dump:

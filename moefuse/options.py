@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from moefuse.graph.groups import name_of
+
 MODES = ("auto", "on", "off")
 
 
@@ -32,6 +34,10 @@ class Options:
         them in float32 by itself; a router makes another expert of such a difference.
     verify: on its first real inputs a graph runs each fused layer and the region it replaced. A difference that
         rounding doesn't explain is an error in mode "on"; otherwise the graph runs unfused, and the report says so.
+    ep_group: the process group over which experts are spread, or its name; "" takes the group that the model's own
+        collectives name. A layer whose rows travel over another group isn't fused.
+    ep_max_tokens: the most tokens that a rank may bring to a layer whose experts are spread; equal on all ranks. The
+        shared memory of a context grows with it. More tokens are an error on every rank.
     meta_device: the type of the device on which a layer on the meta device is judged to be.
     """
 
@@ -44,6 +50,8 @@ class Options:
     verify: bool = False
     meta_device: str = "cpu"
     inner_options: Mapping[str, Any] = field(default_factory=dict)
+    ep_group: str = ""
+    ep_max_tokens: int = 4096
 
     @staticmethod
     def parse(given: Mapping[str, Any] | None) -> "Options":
@@ -112,6 +120,21 @@ def _flag(name: str, value: Any) -> bool:
     return value
 
 
+def _group(name: str, value: Any) -> str:
+    found = "" if value is None else name_of(value)
+    if found is None:
+        raise OptionError(
+            f"options[{name!r}]: expected a process group that this rank is in, or its name, got {value!r}"
+        )
+    return found
+
+
+def _positive(name: str, value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise OptionError(f"options[{name!r}]: expected a positive integer, got {value!r}")
+    return value
+
+
 def _device(name: str, value: Any) -> str:
     # Not torch.device: it knows "npu" only where torch_npu is installed, and a model is explained elsewhere.
     if not _text(name, value).isalpha() or value == "meta":
@@ -131,4 +154,6 @@ _PARSERS = {
     "round_as_eager": _flag,
     "verify": _flag,
     "meta_device": _device,
+    "ep_group": _group,
+    "ep_max_tokens": _positive,
 }

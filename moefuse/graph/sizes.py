@@ -53,9 +53,12 @@ def product(sizes: Iterable[Size]) -> Size:
 
 
 def quotient(a: Size, b: Size) -> Size | None:
-    """a / b where b is proved to divide a, otherwise None. A symbolic result keeps a's ShapeEnv."""
+    """a / b where b is proved to divide a, otherwise None. A symbolic result keeps a's ShapeEnv.
+
+    0 / 0 is 1: an index without elements is one with itself.
+    """
     if isinstance(a, int) and isinstance(b, int):
-        return a // b if b and a % b == 0 else None
+        return 1 if a == b else a // b if b and a % b == 0 else None
     if same(a, b):
         return 1
     if expr(b) == 0:

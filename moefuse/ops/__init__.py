@@ -4,5 +4,6 @@ In: nothing. Out: importing this room registers `torch.ops.moefuse.mega_moe`, it
 `mega_moe_backward`.
 """
 
+import moefuse.ops.ep_context
 import moefuse.ops.expert_parallel
 import moefuse.ops.mega_moe  # noqa: F401  (registers the operators)

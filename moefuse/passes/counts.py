@@ -13,8 +13,10 @@ import torch
 from torch.fx import Node
 
 from moefuse.graph import sizes
-from moefuse.patterns.facts import Leaf, Perm, Pick, Tally
-from moefuse.patterns.rules import op_name, value
+from moefuse.patterns.facts import Arrived, Inflow, Leaf, Perm, Pick, Tally
+from moefuse.patterns.layer import Layer
+from moefuse.patterns.ranks import arrival, one_of
+from moefuse.patterns.rules import Counted, op_name, value
 from moefuse.patterns.site import Site
 
 NEVER_NEGATIVE = ("aten::sym_size", "aten::sym_storage_offset")
@@ -34,9 +36,24 @@ class Counts:
             self._each[-1] = self.slots - sympy.Add(*self._each[:-1])
         self._checked = spec.ids_checked
         self._known: dict[sympy.Symbol, sympy.Expr] = {}
+        self._from = [
+            sympy.Symbol(f"from_{rank}", integer=True, nonnegative=True) for rank in range(spec.ep_world_size)
+        ]
         for symbol, meaning in site.counts.items():
-            if (ids := _ids(meaning)) is not None and ids.node is layer.ids.node and self._covers(meaning):
+            if (arrived := self._arrived(meaning, layer)) is not None:
+                self._known[symbol] = arrived
+            elif (ids := _ids(meaning)) is not None and ids.node is layer.ids.node and self._covers(meaning):
                 self._known[symbol] = self._count(meaning)
+
+    def _arrived(self, meaning: Counted, layer: Layer) -> sympy.Expr | None:
+        """The number of rows that come here, from one rank or from all; None for another count."""
+        rows = arrival((meaning,)) if isinstance(meaning, Perm | Arrived) else None
+        if rows is not None and (rows.ids, rows.ranks) == (layer.ids.node, layer.ranks):
+            return sympy.Add(*self._from)
+        if isinstance(meaning, Inflow) and (meaning.ids.node, meaning.ranks) == (layer.ids.node, layer.ranks):
+            rank = one_of(meaning.source)
+            return self._from[rank] if rank is not None else None
+        return None
 
     def _covers(self, meaning: Perm | Pick | Tally) -> bool:
         """False for the count of an expert that there is not: of ids that belong to nothing there may be any number."""
@@ -97,6 +114,8 @@ def _experts(meaning: Pick | Tally) -> set[int]:
     return {meaning.expert} if isinstance(meaning, Pick) else set(meaning.experts)
 
 
-def _ids(meaning: Perm | Pick | Tally) -> Leaf | None:
+def _ids(meaning: Counted) -> Leaf | None:
+    if isinstance(meaning, Inflow | Arrived):
+        return None
     ids = meaning.ids if isinstance(meaning, Tally) else meaning.key
     return ids if isinstance(ids, Leaf) else None

@@ -6,6 +6,7 @@ ever viewed, never copied.
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -49,7 +50,10 @@ class Emitter:
         self.made.append(node)
         node.meta.update({key: self.anchor.meta[key] for key in INHERITED_META if key in self.anchor.meta})
         fake_args, fake_kwargs = torch.fx.map_arg((args, kwargs), value)
-        node.meta["val"] = target(*fake_args, **fake_kwargs)
+        with (
+            getattr(value(self.anchor), "fake_mode", None) or nullcontext()
+        ):  # a call without tensors needs it
+            node.meta["val"] = target(*fake_args, **fake_kwargs)
         return node
 
     def discard(self) -> None:

@@ -21,14 +21,15 @@ from moefuse.patterns.site import Site
 aten = torch.ops.aten
 
 
-def fuse_site(graph: Graph, site: Site, target: str) -> tuple[Node, Node]:
+def fuse_site(graph: Graph, site: Site, target: str, context: str = "") -> tuple[Node, Node]:
     """Replace the site's node by a mega_moe call bound to `target`; returns the call and the node that stands for it.
 
-    Raises Conflict, with the graph unchanged, where an operand can't be expressed.
+    context: the name of the communication context, for a site whose experts are spread over several ranks. Raises
+    Conflict, with the graph unchanged, where an operand can't be expressed.
     """
     emitter = Emitter(graph, site.node, [leaf.node for leaf in operand_leaves(site)])
     try:
-        call, result = _emit(emitter, site, target)
+        call, result = _emit(emitter, site, target, context)
     except Conflict:
         emitter.discard()
         raise
@@ -39,10 +40,22 @@ def fuse_site(graph: Graph, site: Site, target: str) -> tuple[Node, Node]:
     return call, result
 
 
-def _emit(emitter: Emitter, site: Site, target: str) -> tuple[Node, Node]:
+def why_not(graph: Graph, site: Site, target: str) -> str:
+    """Why `fuse_site` would fail, "" where it wouldn't; the graph stays as it is."""
+    emitter = Emitter(graph, site.node, [leaf.node for leaf in operand_leaves(site)])
+    try:
+        _emit(emitter, site, target, "")
+    except Conflict as conflict:
+        return conflict.reason
+    finally:
+        emitter.discard()
+    return ""
+
+
+def _emit(emitter: Emitter, site: Site, target: str, context: str) -> tuple[Node, Node]:
     """The call, and its output as the site's node has it."""
     try:
-        call = _call(emitter, site, target)
+        call = _call(emitter, site, target, context)
         result = _as_output(emitter, site, emitter.call(operator.getitem, call, 0))
         if site.base is not None:
             result = emitter.call(aten.add.Tensor, site.base, result)
@@ -129,30 +142,41 @@ def restack(tensors: list[Node], experts: int) -> list[Node]:
     return result
 
 
-def _call(emitter: Emitter, site: Site, target: str) -> Node:
+def _call(emitter: Emitter, site: Site, target: str, context: str) -> Node:
     spec, layer = site.spec, site.layer
+    local = spec.num_experts // spec.ep_world_size
+    operator, where = torch.ops.moefuse.mega_moe.default, None
+    if layer.ranks is not None:
+        operator, where = (
+            torch.ops.moefuse.mega_moe.ep,
+            emitter.call(torch.ops.moefuse.ep_context.default, context),
+        )
     slots: Dims = (layer.tokens, layer.slots)
     inner = frozenset(layer.inner)
     x = emitter.tensor(layer.x, (layer.tokens, layer.hidden))
     ids = emitter.tensor(layer.ids, slots)
     if value(ids).dtype not in (torch.int32, torch.int64):
         ids = emitter.call(aten._to_copy.default, ids, dtype=torch.int64)
-    if not spec.ids_checked and any(at.wraps for leaf in layer.weight2 for at in leaf.selectors):
+    if (
+        layer.ranks is None
+        and not spec.ids_checked
+        and any(at.wraps for leaf in layer.weight2 for at in leaf.selectors)
+    ):
         # The model's own weight[ids] counts negative ids from the end; the node would skip them.
         below = emitter.call(aten.lt.Scalar, ids, 0)
         ids = emitter.call(aten.where.self, below, emitter.call(aten.add.Scalar, ids, spec.num_experts), ids)
     weights = emitter.weights(layer.weights, ids, slots, spec.router_dtype)
     return emitter.call(
-        torch.ops.moefuse.mega_moe.default,
-        None,
+        operator,
+        where,
         x,
         ids,
         weights,
-        restack([emitter.weight(leaf, layer.contracted(leaf)) for leaf in layer.weight1], spec.num_experts),
-        restack([emitter.weight(leaf, inner) for leaf in layer.weight2], spec.num_experts),
-        restack([emitter.bias(leaf) for leaf in layer.bias1], spec.num_experts),
-        restack([emitter.bias(leaf) for leaf in layer.bias2], spec.num_experts),
-        emitter.one_tensor(restack([emitter.bias(leaf) for leaf in layer.row_scale], spec.num_experts)),
+        restack([emitter.weight(leaf, layer.contracted(leaf)) for leaf in layer.weight1], local),
+        restack([emitter.weight(leaf, inner) for leaf in layer.weight2], local),
+        restack([emitter.bias(leaf) for leaf in layer.bias1], local),
+        restack([emitter.bias(leaf) for leaf in layer.bias2], local),
+        emitter.one_tensor(restack([emitter.bias(leaf) for leaf in layer.row_scale], local)),
         num_experts=spec.num_experts,
         ep_world_size=spec.ep_world_size,
         transpose_weight1=spec.transpose_weight1,
@@ -200,6 +224,19 @@ def operand_leaves(site: Site) -> list[Leaf]:
     exprs: list[Expr] = [layer.x, layer.ids, *layer.weights, *layer.weight1, *layer.weight2]
     exprs += [*layer.bias1, *layer.bias2, *layer.row_scale]
     return [leaf for expr in exprs for leaf in walk(expr) if isinstance(leaf, Leaf)]
+
+
+def travels(site: Site) -> set[Node]:
+    """The collectives by which the site's rows and their counts travel: its node does without them."""
+    operands = {leaf.node for leaf in operand_leaves(site)}
+    found: set[Node] = set()
+    stack = list(site.node.all_input_nodes) if site.layer.ranks is not None else []
+    while stack:
+        node = stack.pop()
+        if node not in found and node not in operands:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return {node for node in found if op_name(node).startswith("_c10d_functional::")}
 
 
 def escaping(site: Site) -> tuple[Node, Node] | None:

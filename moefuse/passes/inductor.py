@@ -51,7 +51,11 @@ class InductorPass(CustomGraphPass):
                 gm, [node.meta["example_value"] for node in graph.find_nodes(op="placeholder")]
             )
             result = pipeline.run(
-                captured.graph_module, captured.parameters, self.options, training=captured.training
+                captured.graph_module,
+                captured.parameters,
+                self.options,
+                training=captured.training,
+                contact="refuse",
             )
         except CaptureError as error:
             if self.options.mode == "on":

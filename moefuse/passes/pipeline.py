@@ -15,9 +15,11 @@ from torch.fx import Graph, GraphModule, Node
 from moefuse import policy
 from moefuse.graph.source import source_of
 from moefuse.options import Options
+from moefuse.passes import plan_comm
 from moefuse.passes.canonicalize import canonicalize
-from moefuse.passes.fuse import escaping, fuse_site
+from moefuse.passes.fuse import escaping, fuse_site, travels
 from moefuse.passes.lift import Candidate, find
+from moefuse.passes.plan_comm import Agreed, AgreementError, Contact
 from moefuse.passes.record import Recorder, Recording
 from moefuse.passes.streams import crossing
 from moefuse.passes.unmark import clear, demand_fused, prove
@@ -25,7 +27,7 @@ from moefuse.passes.verify import Checker, checker
 from moefuse.patterns.engine import lift
 from moefuse.patterns.facts import Conflict
 from moefuse.patterns.markers import collect
-from moefuse.report.model import LayerReport
+from moefuse.report.model import ContextReport, LayerReport
 
 
 class RejectedError(RuntimeError):
@@ -37,7 +39,8 @@ class FuseResult:
     """What `run` did.
 
     graph_module: rewritten in place. layers: a verdict each. calls: the mega_moe nodes. seconds: CPU time per pass.
-    checker: compares the fused layers, in their order, with their regions; with the option verify only.
+    checker: compares the fused layers, in their order, with their regions; with the option verify only. contexts: those
+    of the layers whose experts are spread over ranks.
     """
 
     graph_module: GraphModule
@@ -47,12 +50,21 @@ class FuseResult:
     nodes_after: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     checker: Checker | None = None
+    contexts: list[ContextReport] = field(default_factory=list)
 
 
 def run(
-    gm: GraphModule, parameters: frozenset[str], options: Options, *, training: bool, record: bool = False
+    gm: GraphModule,
+    parameters: frozenset[str],
+    options: Options,
+    *,
+    training: bool,
+    record: bool = False,
+    contact: Contact = "draw",
 ) -> FuseResult:
     """Rewrite `gm` in place. record: give each layer its `region` and `launches_saved`, for people to look at.
+
+    contact: what may be done about other ranks, see `plan_comm`.
 
     Raises RejectedError in mode "on" when a found layer isn't fused, UnprovedError where a rewritten loop
     (`moefuse.frontend`) isn't proved to mean what was written, or isn't fused.
@@ -65,7 +77,7 @@ def run(
     if options.mode == "off":
         return result
     with _no_garbage_collection():
-        _run(gm, parameters, options, training, record, result)
+        _run(gm, parameters, options, training, record, contact, result)
     result.nodes_after = len(graph.nodes)
     return result
 
@@ -76,6 +88,7 @@ def _run(
     options: Options,
     training: bool,
     record: bool,
+    contact: Contact,
     result: FuseResult,
 ) -> None:
     graph = gm.graph
@@ -91,11 +104,18 @@ def _run(
         with _timed(result.seconds, "record"):
             recorder = Recorder(lifted)
             recordings = [recorder.note(candidate) for candidate in candidates]
+    with _timed(result.seconds, "plan_comm"):
+        for candidate in candidates:
+            _complete(candidate, options, training)
+        comm = plan_comm.plan(graph, candidates, options, contact)
+        result.contexts = comm.contexts
     with _timed(result.seconds, "fuse"):
         replaced: list[tuple[Node, Node]] = []
         # From the last to the first: what a later layer reads may be the very node that an earlier one replaces.
-        for candidate in reversed(candidates):
-            result.layers.insert(0, _treat(graph, candidate, options, training, result.calls, replaced))
+        for number, candidate in reversed(list(enumerate(candidates))):
+            layer = _treat(graph, candidate, options, comm.of(number), result.calls, replaced)
+            result.layers.insert(0, layer)
+        plan_comm.share(graph)
         if options.mode == "on":
             _demand(result.layers)
         if loops:
@@ -104,7 +124,11 @@ def _run(
         if result.calls:
             if options.verify:
                 result.checker = checker(gm, replaced[::-1])
-            graph.eliminate_dead_code()
+            fused = [
+                c.site for c, layer in zip(candidates, result.layers, strict=True) if c.site and layer.fused
+            ]
+            travelled = set().union(*map(travels, fused))
+            graph.eliminate_dead_code(lambda node: node.is_impure() and node not in travelled)
             _verify(graph, candidates, result.layers)
         gm.recompile()
     if record:
@@ -138,11 +162,18 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     seconds[name] = seconds.get(name, 0.0) + time.process_time() - start
 
 
+def _complete(candidate: Candidate, options: Options, training: bool) -> None:
+    """What the graph alone doesn't say of a layer."""
+    if (site := candidate.site) is not None:
+        device = options.meta_device if site.spec.device.startswith("meta") else site.spec.device
+        site.spec = replace(site.spec, training=training, device=device)
+
+
 def _treat(
     graph: Graph,
     candidate: Candidate,
     options: Options,
-    training: bool,
+    comm: Agreed,
     calls: list[Node],
     replaced: list[tuple[Node, Node]],
 ) -> LayerReport:
@@ -156,9 +187,7 @@ def _treat(
     if candidate.site is None:
         return replace(report, check="lift", reason=candidate.reason)
     site = candidate.site
-    device = options.meta_device if site.spec.device.startswith("meta") else site.spec.device
-    site.spec = replace(site.spec, training=training, device=device)
-    decision = policy.decide(site.spec, target=options.target)
+    decision = comm.decision or policy.decide(site.spec, target=options.target)
     report = replace(
         report,
         spec=site.spec,
@@ -177,9 +206,13 @@ def _treat(
             f"`{switch.name}` stands between the first GEMM and the output: the layer isn't on one stream"
         )
         return replace(report, check="streams", reason=reason)
+    if comm.reason:
+        return replace(report, check=comm.check, reason=comm.reason)
     try:
-        call, output = fuse_site(graph, site, decision.target)
+        call, output = fuse_site(graph, site, decision.target, comm.context)
     except Conflict as conflict:
+        if comm.context:
+            raise AgreementError(f"{candidate.layer}: all ranks fuse it, but {conflict.reason}") from conflict
         return replace(report, check="emit", reason=conflict.reason)
     calls.append(call)
     replaced.append((site.node, output))

@@ -14,7 +14,9 @@ from moefuse.patterns.facts import (
     Expr,
     Fact,
     Group,
+    Inflow,
     Leaf,
+    Local,
     Offs,
     OneHot,
     Part,
@@ -22,15 +24,21 @@ from moefuse.patterns.facts import (
     group_size,
 )
 from moefuse.patterns.pointwise import EXACT, is_mask, pointwise, strip_casts
+from moefuse.patterns.ranks import arrival, arrival_of, here, summed_counts
 from moefuse.patterns.router import distinct
 from moefuse.patterns.rules import Lifting, Outcome, argument, is_float, op_name, rule, value
 from moefuse.patterns.unify import Unifier
 
 
-def covers(fact: Fact) -> Leaf | None:
-    """The integer leaf of which the fact lists every element exactly once, in whatever order."""
-    leaf = fact.expr
-    if not isinstance(leaf, Leaf) or is_float(leaf.node):
+def covers(fact: Fact) -> Leaf | Local | None:
+    """The integer leaf of which the fact lists every element exactly once, in whatever order.
+
+    `Local` where it lists every row that came to this rank's experts once.
+    """
+    leaf = here(fact).expr
+    if isinstance(leaf, Local):
+        return leaf if len(fact.dims) == 1 and arrival(fact.dims[0]) is not None else None
+    if not isinstance(leaf, Leaf) or is_float(leaf.node) or arrival_of(fact) is not None:
         return None
     index = [digit for group in leaf.index for digit in group]
     if not all(isinstance(digit, Axis) for digit in index) or len(set(index)) != len(index):
@@ -159,6 +167,8 @@ def joined_counts(parts: list[Fact]) -> Fact | None:
 def count_of(fact: Fact, over: set[Axis]) -> Fact | None:
     """Counts, if the sum of the fact over the axes counts every slot of some ids once; otherwise None."""
     expr = strip_casts(fact.expr)
+    if isinstance(expr, Count | Inflow):
+        return summed_counts(fact, over)
     if isinstance(expr, OneHot):
         ids, counted, at = expr.ids, over, expr.at
     elif isinstance(expr, Dense) and is_mask(expr):

@@ -16,6 +16,7 @@ from moefuse.graph import sizes
 from moefuse.patterns import (
     comm,
     counts,
+    exchange,
     finalize_routing,
     grouped_matmul,
     init_routing,
@@ -27,6 +28,7 @@ from moefuse.patterns import (
     structure,
 )
 from moefuse.patterns.facts import (
+    Arrived,
     Axis,
     Cases,
     Conflict,
@@ -35,6 +37,7 @@ from moefuse.patterns.facts import (
     Expr,
     Fact,
     Group,
+    Inflow,
     Leaf,
     Lost,
     Perm,
@@ -42,12 +45,13 @@ from moefuse.patterns.facts import (
     Sum,
     Tally,
 )
-from moefuse.patterns.rules import READS_NO_ELEMENT, Outcome, argument, op_name, rule_for, value
+from moefuse.patterns.rules import READS_NO_ELEMENT, Counted, Outcome, argument, op_name, rule_for, value
 from moefuse.patterns.site import Site, assemble
 from moefuse.patterns.unify import Unifier, fresh
 
 COMPONENTS = (
     structure, pointwise, counts, router, init_routing, pieces, grouped_matmul, finalize_routing, loops, markers, comm,
+    exchange,
 )  # fmt: skip
 """The files whose import fills the rule book."""
 
@@ -81,7 +85,7 @@ class Lifter:
     def __init__(self) -> None:
         self.result = Lifted()
         self.forced = False
-        self.counts: dict[sympy.Symbol, Perm | Pick | Tally] = {}
+        self.counts: dict[sympy.Symbol, Counted] = {}
         self._whole: Node | None = None
         """An operand to take as an opaque tensor, whatever is known of it."""
         self._opened: dict[Leaf, Expr | None] = {}
@@ -181,14 +185,14 @@ class Lifter:
     def _note_sizes(self, node: Node, fact: Fact) -> None:
         """What the sizes of a tensor with rows in an order by expert count, and a count that is a Python integer."""
         val = value(node)
-        if isinstance(fact.expr, Tally):
+        if isinstance(fact.expr, Tally | Inflow) and not isinstance(val, torch.Tensor):
             self._note_size(val, fact.expr)
         elif isinstance(val, torch.Tensor):
             for size, group in zip(val.shape, fact.dims, strict=True):
-                if len(group) == 1 and isinstance(group[0], Perm | Pick):
+                if len(group) == 1 and isinstance(group[0], Perm | Pick | Arrived):
                     self._note_size(size, group[0])
 
-    def _note_size(self, size: Any, meaning: Perm | Pick | Tally) -> None:
+    def _note_size(self, size: Any, meaning: Counted) -> None:
         if (
             isinstance(size, torch.SymInt)
             and isinstance(symbol := sizes.expr(size), sympy.Symbol)

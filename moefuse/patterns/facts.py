@@ -65,6 +65,37 @@ class Pick:
 
 
 @dataclass(frozen=True)
+class Ranks:
+    """How a process group spreads experts: rank r of `world` holds `experts` of them, from r * experts on.
+
+    group: its name. rank: that of this process.
+    """
+
+    group: str
+    world: int
+    rank: int
+    experts: int
+
+    @property
+    def first(self) -> int:
+        """The first expert of this rank."""
+        return self.rank * self.experts
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """The slots of all ranks whose expert this rank holds: source rank by source rank, each in the order of its sort.
+
+    order: the sort, the same on every rank; its axes are those of the source rank. ids: the tensor of the experts' ids.
+    """
+
+    order: Perm
+    ids: Node
+    ranks: Ranks
+    size: Size = field(compare=False)
+
+
+@dataclass(frozen=True)
 class Part:
     """The index `start + step * value(group)` into a dimension of `size` elements (a slice, or one element)."""
 
@@ -86,7 +117,7 @@ class At:
     wraps: bool = field(default=False, compare=False)
 
 
-Digit = Axis | Perm | Pick | Part | At
+Digit = Axis | Perm | Pick | Arrived | Part | At
 Group = tuple[Digit, ...]
 """One tensor dimension as mixed-radix digits, outermost first. A dimension of size one has no digit."""
 Dims = tuple[Group, ...]
@@ -153,6 +184,8 @@ def group_axes(group: Group) -> set[Axis]:
             found.add(digit)
         elif isinstance(digit, Perm | Pick):
             found |= group_axes(digit.over)
+        elif isinstance(digit, Arrived):
+            found |= group_axes(digit.order.over)
         elif isinstance(digit, Part):
             found |= group_axes(digit.group)
         else:
@@ -162,10 +195,15 @@ def group_axes(group: Group) -> set[Axis]:
 
 @dataclass(frozen=True)
 class Leaf(Expr):
-    """The element of graph node `node` at `index` (one group per dimension of the node)."""
+    """The element of graph node `node` at `index` (one group per dimension of the node).
+
+    sent: it was read on the rank that a row came from, and came with it. Of other leaves beside rows that came from
+    other ranks each rank has its own.
+    """
 
     node: Node
     index: Dims
+    sent: bool = False
 
     def groups(self) -> Iterator[Group]:
         yield from self.index
@@ -367,9 +405,9 @@ class Dense(Expr):
 
 @dataclass(frozen=True)
 class Count(Expr):
-    """How many elements of the integer leaf `ids` (all of them) equal the value of `at`."""
+    """How many elements of `ids` (all of them) equal the value of `at`. Of `Local`: of all rows that came here."""
 
-    ids: Leaf
+    ids: "Leaf | Local"
     at: Group
 
     def groups(self) -> Iterator[Group]:
@@ -380,7 +418,7 @@ class Count(Expr):
 class Offs(Expr):
     """How many elements of `ids` (all of them) are at most the value of `at`: the end of an expert's rows."""
 
-    ids: Leaf
+    ids: "Leaf | Local"
     at: Group
 
     def groups(self) -> Iterator[Group]:
@@ -393,6 +431,63 @@ class Tally(Expr):
 
     ids: Leaf
     experts: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Owned(Expr):
+    """How many elements of the integer leaf `ids` (all of them) are among the `experts` ids of rank `at`."""
+
+    ids: Leaf
+    at: Group
+    experts: int
+
+    def groups(self) -> Iterator[Group]:
+        yield self.at
+
+
+@dataclass(frozen=True)
+class Inflow(Expr):
+    """How many elements of `ids` on rank `source` are this rank's expert `at`; of any of its experts for None."""
+
+    ids: Leaf
+    ranks: Ranks
+    source: Group
+    at: Group | None
+
+    def groups(self) -> Iterator[Group]:
+        yield from (self.source, self.at or ())
+
+
+@dataclass(frozen=True)
+class Local(Expr):
+    """The number of a row's expert among those of this rank: `ids` less the first of them."""
+
+    ids: Leaf
+    ranks: Ranks
+
+    def parts(self) -> Iterator[Expr]:
+        yield self.ids
+
+    def rebuilt(self, change: Callable[[Expr], Expr]) -> Expr:
+        ids = change(self.ids)
+        assert isinstance(ids, Leaf)
+        return Local(ids, self.ranks)
+
+
+@dataclass(frozen=True)
+class Block(Expr):
+    """source rank * experts of a rank + `Local`, of rows that came from all ranks."""
+
+    ids: Leaf
+    ranks: Ranks
+
+    def parts(self) -> Iterator[Expr]:
+        yield self.ids
+
+    def rebuilt(self, change: Callable[[Expr], Expr]) -> Expr:
+        ids = change(self.ids)
+        assert isinstance(ids, Leaf)
+        return Block(ids, self.ranks)
 
 
 @dataclass(frozen=True)
@@ -442,8 +537,8 @@ class Fact:
 
     @property
     def sorted(self) -> bool:
-        """True when a dimension runs in an order by expert: of a sort, or of one expert's slots."""
-        return any(isinstance(digit, Perm | Pick) for group in self.dims for digit in group)
+        """True when a dimension runs in an order by expert: of a sort, an expert's slots, rows that came here."""
+        return any(isinstance(digit, Perm | Pick | Arrived) for group in self.dims for digit in group)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from moefuse.patterns.facts import (
     Fact,
     Group,
     Leaf,
+    Local,
     Offs,
     Op,
     Perm,
@@ -34,6 +35,7 @@ from moefuse.patterns.facts import (
 )
 from moefuse.patterns.finalize_routing import summed
 from moefuse.patterns.pointwise import broadcast, expert_weight, strip_casts, walk
+from moefuse.patterns.ranks import arrival, same_ids
 from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
 from moefuse.patterns.structure import cut
 from moefuse.patterns.unify import Unifier, bind
@@ -71,7 +73,7 @@ def _grouped(node: Node, rows: Fact, rows_node: Node, weight: Fact, groups: Offs
     return Fact(expr, (group, unifier.resolve(weight.dims[2])))
 
 
-def _row_order(rows: Fact, ids: Leaf, rows_node: Node) -> tuple[Group, Expr]:
+def _row_order(rows: Fact, ids: Leaf | Local, rows_node: Node) -> tuple[Group, Expr]:
     """The row group and the id of each row; Conflict unless rows lie in the order of the ids that are counted."""
     group = rows.dims[0]
     if not group and not ids.axes:
@@ -79,12 +81,19 @@ def _row_order(rows: Fact, ids: Leaf, rows_node: Node) -> tuple[Group, Expr]:
     if len(group) != 1 or not isinstance(group[0], Perm):
         raise Conflict("the rows of the grouped GEMM are not in the order of a sort by expert", rows_node)
     order = group[0]
-    if not isinstance(order.key, Leaf) or order.key.node is not ids.node:
+    if not same_ids(order.key, ids):
         raise Conflict(
-            f"rows are sorted by `{getattr(order.key, 'node', order.key)}`, "
-            f"offsets count `{ids.node}`: not the same ids"
+            f"rows are sorted by {_source(order.key)}, offsets count {_source(ids)}: not the same ids"
         )
+    if isinstance(ids, Local) and arrival(group) is None:
+        raise Conflict("offsets count the rows that came from all ranks, the rows are other ones", rows_node)
     return group, order.key
+
+
+def _source(ids: Expr) -> str:
+    if isinstance(ids, Local):
+        return f"this rank's part of {_source(ids.ids)}"
+    return f"`{ids.node}`" if isinstance(ids, Leaf) else f"a {type(ids).__name__.lower()}"
 
 
 def _plain_axes(group: Group) -> tuple[Axis, ...]:

@@ -16,6 +16,7 @@ from moefuse.patterns.counts import covers
 from moefuse.patterns.facts import (
     At,
     Axis,
+    Block,
     Conflict,
     Count,
     Dims,
@@ -23,12 +24,14 @@ from moefuse.patterns.facts import (
     Fact,
     Group,
     Leaf,
+    Local,
     Offs,
     Perm,
     Pos,
     group_size,
 )
 from moefuse.patterns.pointwise import pointwise
+from moefuse.patterns.ranks import arrival, here
 from moefuse.patterns.router import chosen_from, has_perm, topk_of
 from moefuse.patterns.rules import Lifting, Outcome, argument, is_float, op_name, rule, value
 from moefuse.patterns.structure import regroup
@@ -38,7 +41,7 @@ from moefuse.patterns.unify import Unifier, bind, bind_fact, bind_group
 @rule("aten::sort", "aten::argsort")
 def sort(lift: Lifting, node: Node) -> Outcome:
     """Sorting ids makes a slot order; sorting a permutation inverts it. Both outputs: (values, indices)."""
-    fact = lift.fact(argument(node, 0))
+    fact = here(lift.fact(argument(node, 0)))
     if len(fact.dims) != 1 or is_float(argument(node, 0)):
         return None
     if argument(node, 2, "descending", False) or node.kwargs.get("descending", False):
@@ -46,7 +49,7 @@ def sort(lift: Lifting, node: Node) -> Outcome:
     both = op_name(node) == "aten::sort"
     if isinstance(fact.expr, Pos):
         values, indices = _invert(fact, fact.expr)
-    elif isinstance(fact.expr, Leaf):
+    elif isinstance(fact.expr, Leaf | Local):
         group = fact.dims[0]
         if has_perm(group):
             return None
@@ -134,13 +137,15 @@ def bind_axes(group: tuple[object, ...]) -> set[Axis]:
 
 def take(lift: Lifting, node: Node, source: Fact, dim: int, by_node: Node) -> Outcome:
     """source[..., by, ...]: substitution of the row axis by what the index means."""
-    by = lift.fact(by_node)
+    by = here(lift.fact(by_node))
     if isinstance(by.expr, Pos):
         return take_by(source, dim, by)
+    if isinstance(by.expr, Block) and isinstance(source.expr, Pos):
+        return _number_of_block(source, by.expr, by.dims)
     if source.expr.hard or source.sorted:
         raise Conflict(f"rows in sorted order are taken by {describe_index(by_node, by.expr)}", by_node)
     group = source.dims[dim]
-    if not isinstance(source.expr, Leaf) or not isinstance(by.expr, Leaf) or is_float(by_node):
+    if not isinstance(source.expr, Leaf) or not isinstance(by.expr, Leaf | Local) or is_float(by_node):
         return None
     if not is_float(node):
         return None  # a table of ids (hash routing): its rows are ids like any other
@@ -174,7 +179,8 @@ def take_by(source: Fact, dim: int, by: Fact) -> Fact:
     """Index a dimension by positions: both groups must be the same axes, sorted order only by identity."""
     assert isinstance(by.expr, Pos)
     have, want = source.dims[dim], by.expr.group
-    if not sizes.same(group_size(have), group_size(want)):
+    same_rows = arrival(have) is not None and arrival(want) is not None  # proved equal below, by identity
+    if not same_rows and not sizes.same(group_size(have), group_size(want)):
         raise Conflict(f"an index over {group_size(want)} slots is used on {group_size(have)} rows")
     unifier = Unifier()
     if has_perm(have) and not has_perm(want):
@@ -184,6 +190,15 @@ def take_by(source: Fact, dim: int, by: Fact) -> Fact:
     unifier.unify(have, want)
     dims: Dims = source.dims[:dim] + by.dims + source.dims[dim + 1 :]
     return Fact(unifier.expr(source.expr), tuple(unifier.resolve(group) for group in dims))
+
+
+def _number_of_block(table: Fact, by: Block, dims: Dims) -> Fact | None:
+    """A table over (rank, expert of a rank) that holds the latter, at the block of each row that came here."""
+    if len(table.dims) != 1 or len(table.dims[0]) != 2 or not isinstance(table.expr, Pos):
+        return None
+    outer, inner = table.dims[0]
+    fits = sizes.same(outer.size, by.ranks.world) and sizes.same(inner.size, by.ranks.experts)
+    return Fact(Local(by.ids, by.ranks), dims) if fits and table.expr.group == (inner,) else None
 
 
 def describe_index(node: Node, expr: Expr) -> str:

@@ -24,8 +24,10 @@ from moefuse.patterns.facts import (
     Expr,
     Group,
     Leaf,
+    Local,
     Op,
     Part,
+    Ranks,
 )
 from moefuse.patterns.pointwise import strip_casts, walk
 from moefuse.patterns.products import Linear, factors, first_gemms, linear, means, split_factors, times
@@ -42,7 +44,8 @@ class Layer:
     tokens, slots: the axes of T (as the token row is indexed) and of K. hidden, inner, features: those of H, I, O.
     weight1: one weight per expert tensor (gate and up together, or a plain expert), or gates, then ups. Stacked
     weights are selected by `ids`; a loop has one tensor per expert. row_scale: as weight2, or one shared by all.
-    identities: how many experts behind the last one return the token's row.
+    identities: how many experts behind the last one return the token's row. ranks: how the experts are spread over a
+    process group, None where all are here; the weights are those of this rank.
     """
 
     tokens: tuple[Axis, ...]
@@ -66,6 +69,7 @@ class Layer:
     row_scale: tuple[Leaf, ...]
     gemms: frozenset[Node]
     identities: int = 0
+    ranks: Ranks | None = None
 
     @property
     def stacked(self) -> bool:
@@ -97,7 +101,8 @@ def describe(
         raise Conflict(f"the expert GEMMs run in different dtypes: {', '.join(sorted(map(str, dtypes)))}")
     x, inputs = _token_rows(lift, firsts, slots)
     scale = (norm.scale,) if norm is not None and norm.scale is not None else ()
-    ids = _same_ids([second, *firsts], case_ids, scale)
+    selected = _same_ids([second, *firsts], case_ids, scale)
+    ids, ranks = (selected.ids, selected.ranks) if isinstance(selected, Local) else (selected, None)
     hidden = firsts[0].over
     tokens = _token_axes(x, hidden, ids, slots)
     position = _position(outputs, mids, inputs)
@@ -142,6 +147,7 @@ def describe(
         row_norm_eps=norm.eps if norm is not None else 0.0,
         row_scale=scale,
         gemms=frozenset([second.node, *(f.node for f in firsts)]),
+        ranks=ranks,
     )
 
 
@@ -213,7 +219,7 @@ def _per_slot(leaf: Leaf, over: tuple[Axis, ...], slots: tuple[Axis, ...]) -> bo
     return not leaf.axes.isdisjoint(over) and not leaf.axes.isdisjoint(slots) and not leaf.selectors
 
 
-def _same_ids(linears: list[Linear], case_ids: Expr | None, scale: tuple[Leaf, ...]) -> Leaf:
+def _same_ids(linears: list[Linear], case_ids: Expr | None, scale: tuple[Leaf, ...]) -> Leaf | Local:
     """The ids that select every weight, bias and row scale (unless all experts share it).
 
     In a loop: those that were compared with the expert's number.
@@ -227,7 +233,7 @@ def _same_ids(linears: list[Linear], case_ids: Expr | None, scale: tuple[Leaf, .
     leaves += [leaf for leaf in scale if leaf.selectors]
     chosen = [leaf.selectors[0].expr if len(leaf.selectors) == 1 else None for leaf in leaves]
     first = chosen[0]
-    if not isinstance(first, Leaf):
+    if not isinstance(first, Leaf | Local):
         raise Conflict("expert weights are selected by something other than a tensor of ids")
     for leaf, other in zip(leaves, chosen, strict=True):
         if other != first:

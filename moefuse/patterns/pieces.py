@@ -24,6 +24,7 @@ from moefuse.patterns.facts import (
     Group,
     Leaf,
     Offs,
+    Owned,
     Part,
     Perm,
     Pick,
@@ -33,6 +34,7 @@ from moefuse.patterns.facts import (
     group_axes,
 )
 from moefuse.patterns.pointwise import walk
+from moefuse.patterns.ranks import is_one_inflow, tally_of_rank
 from moefuse.patterns.router import chosen_from, distinct, topk_of
 from moefuse.patterns.rules import Lifting, Outcome, argument, rule, value
 from moefuse.patterns.unify import Unifier, bind
@@ -44,7 +46,9 @@ def tally_of(expr: Expr) -> Tally | None:
     """The number of slots that some experts have, if a scalar is one: one count, or a running count."""
     if isinstance(expr, Tally):
         return expr
-    if not isinstance(expr, Count | Offs):
+    if isinstance(expr, Owned):
+        return tally_of_rank(expr)
+    if not isinstance(expr, Count | Offs) or not isinstance(expr.ids, Leaf):
         return None
     if expr.at and (len(expr.at) != 1 or not isinstance(expr.at[0], Part) or expr.at[0].group):
         return None
@@ -55,7 +59,10 @@ def tally_of(expr: Expr) -> Tally | None:
 @rule("aten::_local_scalar_dense", "aten::item")
 def item(lift: Lifting, node: Node) -> Outcome:
     """A count as a Python integer."""
-    tally = tally_of(lift.fact(argument(node, 0)).expr)
+    expr = lift.fact(argument(node, 0)).expr
+    if is_one_inflow(expr):
+        return Fact(expr, ())
+    tally = tally_of(expr)
     return None if tally is None else Fact(tally, ())
 
 

@@ -12,6 +12,7 @@ from torch.fx import Node
 from moefuse.graph import sizes
 from moefuse.patterns.facts import (
     Axis,
+    Block,
     Conflict,
     Const,
     Count,
@@ -20,13 +21,17 @@ from moefuse.patterns.facts import (
     Expr,
     Fact,
     Group,
+    Inflow,
     Leaf,
+    Local,
     Offs,
     OneHot,
     Op,
+    Owned,
     Part,
     Pos,
 )
+from moefuse.patterns.ranks import arrival_of, as_local
 from moefuse.patterns.rules import Lifting, Outcome, argument, is_float, op_name, rule, value
 from moefuse.patterns.unify import Unifier
 
@@ -67,7 +72,7 @@ def cast(lift: Lifting, node: Node) -> Outcome:
     target = value(node).dtype
     if value(argument(node, 0)).device != value(node).device:
         return None
-    if isinstance(fact.expr, Count | Offs | Pos):
+    if isinstance(fact.expr, Count | Offs | Pos | Owned | Inflow | Local | Block):
         return fact if target in EXACT else None
     if isinstance(fact.expr, OneHot) or is_mask(fact.expr):
         return fact if target in (*EXACT, torch.bool) else pointwise(lift, node)
@@ -152,6 +157,8 @@ def pointwise(lift: Lifting, node: Node) -> Outcome:
     ):
         return None
     if not is_float(node) and not any(fact.expr.hard for fact in tensors.values()):
+        if len(tensors) == 1:
+            return _of_arrivals(node, *tensors.popitem())
         return None  # ids made from ids (a skipped expert masked out, say) are ids like any other
     if any(isinstance(value(arg), torch.SymInt | torch.SymBool) for arg in node.args):
         raise Conflict("a size that is not static takes part in the arithmetic of rows")
@@ -169,6 +176,15 @@ def pointwise(lift: Lifting, node: Node) -> Outcome:
         (kept,) = [arg for arg in args if arg != Const(0.0)] or [args[0]]
         return Fact(kept, tuple(unifier.resolve(group) for group in dims))
     return Fact(_op(node, args), tuple(unifier.resolve(group) for group in dims))
+
+
+def _of_arrivals(node: Node, position: int, fact: Fact) -> Fact | None:
+    """Arithmetic on ids of rows that came from all ranks: this rank's number of the expert, or on the way to it."""
+    rows = arrival_of(fact)
+    if rows is None or value(node).dtype not in EXACT:
+        return None
+    args = tuple(fact.expr if i == position else number(arg) for i, arg in enumerate(node.args))
+    return Fact(as_local(_op(node, args), rows), fact.dims)
 
 
 NEUTRAL = {"aten::add": 0, "aten::sub": 0, "aten::mul": 1, "aten::div": 1}

@@ -13,7 +13,7 @@ import sympy
 import torch
 from torch.fx import Node
 
-from moefuse.patterns.facts import Expr, Fact, Leaf, Perm, Pick, Tally
+from moefuse.patterns.facts import Arrived, Expr, Fact, Inflow, Leaf, Perm, Pick, Tally
 
 READS_NO_ELEMENT = frozenset(
     f"aten::{name}"
@@ -28,13 +28,17 @@ READS_NO_ELEMENT = frozenset(
 Outcome = Fact | tuple[Fact | None, ...] | None
 
 
+Counted = Perm | Pick | Tally | Inflow | Arrived
+"""What a size that depends on the data may count: slots, all or of some experts, or rows that come here."""
+
+
 class Lifting(Protocol):
     """What a rule may ask for."""
 
     forced: bool
     """True while an opaque leaf is being opened: rules then answer for plain leaves too."""
 
-    counts: dict[sympy.Symbol, Perm | Pick | Tally]
+    counts: dict[sympy.Symbol, Counted]
     """What the graph's data-dependent sizes count, as far as that is known."""
 
     def fact(self, arg: Any) -> Fact:

@@ -22,17 +22,14 @@ from moefuse.patterns.facts import (
     Dims,
     Expr,
     Leaf,
-    Perm,
-    Pick,
     Sum,
-    Tally,
 )
 from moefuse.patterns.layer import Layer, dtype_of, product_dtype
 from moefuse.patterns.loops import all_cases
 from moefuse.patterns.merge import layer_of, merge
 from moefuse.patterns.pointwise import walk
 from moefuse.patterns.router import chosen_from
-from moefuse.patterns.rules import Lifting, value
+from moefuse.patterns.rules import Counted, Lifting, value
 from moefuse.patterns.weights import is_transposed
 
 
@@ -49,7 +46,7 @@ class Site:
     layer: Layer
     base: Node | None = None
     terms: torch.dtype | None = None
-    counts: Mapping[sympy.Symbol, Perm | Pick | Tally] = field(default_factory=dict)
+    counts: Mapping[sympy.Symbol, Counted] = field(default_factory=dict)
     spec: MoeSpec = field(init=False)
 
     def __post_init__(self) -> None:
@@ -87,6 +84,7 @@ def _spec(site: Site) -> MoeSpec:
     """What the site computes, without the graph."""
     layer = site.layer
     inner = frozenset(layer.inner)
+    world = layer.ranks.world if layer.ranks is not None else 1
     dtypes = {value(leaf.node).dtype for leaf in (*layer.weight1, *layer.weight2)}
     if len(dtypes) != 1:
         raise Conflict(f"the layer's weights have different dtypes: {', '.join(sorted(map(str, dtypes)))}")
@@ -97,7 +95,7 @@ def _spec(site: Site) -> MoeSpec:
         raise Conflict("the layer's weights have different orientations")
     val = value(site.node)
     return MoeSpec(
-        num_experts=count,
+        num_experts=count * world,
         top_k=_static(layer.slots, "number of slots per token"),
         hidden=_static(layer.hidden, "hidden size"),
         intermediate=_static(layer.inner, "intermediate size"),
@@ -124,12 +122,13 @@ def _spec(site: Site) -> MoeSpec:
         has_row_scale=bool(layer.row_scale),
         num_identity_experts=layer.identities,
         has_router_weight=any(not isinstance(factor, Const) for factor in layer.weights),
-        ids_checked=chosen_from(layer.ids) == count + layer.identities,
+        ids_checked=chosen_from(layer.ids) == count * world + layer.identities,
+        ep_world_size=world,
     )
 
 
 def _experts(layer: Layer) -> int:
-    """How many experts the weights hold."""
+    """How many experts the weights hold, on this rank."""
     if not layer.stacked:
         return len(layer.weight2)
     parameters = [*layer.weight1, *layer.weight2, *layer.bias1, *layer.bias2]
@@ -139,6 +138,8 @@ def _experts(layer: Layer) -> int:
         raise Conflict(
             f"the layer's weights hold different or unknown numbers of experts: {sorted(map(str, counts))}"
         )
+    if layer.ranks is not None and count != layer.ranks.experts:
+        raise Conflict(f"this rank gets the rows of {layer.ranks.experts} experts and holds {count}")
     return count
 
 

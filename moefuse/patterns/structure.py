@@ -25,9 +25,13 @@ def regroup(dims: Dims, shape: Sequence[Size]) -> tuple[Dims, Binding]:
     shape = _known(digits, shape)
     binding: dict[Axis, Group] = {}
     result: list[Group] = []
-    for size in shape:
+    for position, size in enumerate(shape):
         group: list[Digit] = []
         need = size
+        if sizes.same(
+            size, 0
+        ):  # no division says how many digits belong here: those that the rest of the shape leaves
+            group, need = _empty_group(digits, sizes.product(shape[position + 1 :])), 1
         while not sizes.is_one(need):
             if not digits:
                 raise Conflict(f"a view to {list(shape)} doesn't line up with the meaning of its input")
@@ -48,6 +52,16 @@ def regroup(dims: Dims, shape: Sequence[Size]) -> tuple[Dims, Binding]:
     if digits:
         raise Conflict(f"a view to {list(shape)} doesn't line up with the meaning of its input")
     return tuple(result), _chase(binding)
+
+
+def _empty_group(digits: deque[Digit], rest: Size) -> list[Digit]:
+    """The digits of a dimension without elements: up to the first of size 0, and on to where those left make `rest`."""
+    group: list[Digit] = []
+    while digits and not (
+        any(sizes.same(digit.size, 0) for digit in group) and sizes.same(group_size(tuple(digits)), rest)
+    ):
+        group.append(digits.popleft())
+    return group
 
 
 def _known(digits: Sequence[Digit], shape: Sequence[Size]) -> Sequence[Size]:

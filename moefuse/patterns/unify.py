@@ -9,8 +9,10 @@ from typing import Any
 
 from moefuse.graph import sizes
 from moefuse.patterns.facts import (
+    Arrived,
     At,
     Axis,
+    Block,
     Case,
     Cases,
     Conflict,
@@ -23,11 +25,14 @@ from moefuse.patterns.facts import (
     Expr,
     Fact,
     Group,
+    Inflow,
     Leaf,
+    Local,
     Mean,
     Offs,
     OneHot,
     Op,
+    Owned,
     Part,
     Perm,
     Pick,
@@ -50,7 +55,9 @@ def bind_group(group: Group, binding: Binding) -> Group:
         if isinstance(digit, Axis):
             result.extend(binding.get(digit, (digit,)))
         elif isinstance(digit, Perm):
-            result.append(Perm(digit.sort, bind_group(digit.over, binding), bind(digit.key, binding)))
+            result.append(_bind_perm(digit, binding))
+        elif isinstance(digit, Arrived):
+            result.append(Arrived(_bind_perm(digit.order, binding), digit.ids, digit.ranks, digit.size))
         elif isinstance(digit, Pick):
             over, key = bind_group(digit.over, binding), bind(digit.key, binding)
             result.append(Pick(digit.source, over, key, digit.expert, digit.size, digit.cut))
@@ -59,6 +66,10 @@ def bind_group(group: Group, binding: Binding) -> Group:
         else:
             result.append(At(bind(digit.expr, binding), digit.size, digit.wraps))
     return tuple(result)
+
+
+def _bind_perm(perm: Perm, binding: Binding) -> Perm:
+    return Perm(perm.sort, bind_group(perm.over, binding), bind(perm.key, binding))
 
 
 def bind(expr: Expr, binding: Binding) -> Expr:
@@ -75,21 +86,23 @@ def bind(expr: Expr, binding: Binding) -> Expr:
 def _bind_leaf(expr: Leaf, binding: Binding) -> Expr:
     index = tuple(bind_group(group, binding) for group in expr.index)
     for group in index:
+        if any(isinstance(digit, Arrived) for digit in group):
+            raise Conflict(f"`{expr.node.name}` is this rank's own, the other operand came from all ranks")
         if any(isinstance(digit, Perm | Pick) for digit in group):
             raise Conflict(f"`{expr.node.name}` is in slot order, the other operand in an order by expert")
-    return Leaf(expr.node, index)
+    return Leaf(expr.node, index, expr.sent)
 
 
 def _bind_pieces(expr: Pieces, binding: Binding) -> Expr:
     index = tuple(bind_group(group, binding) for group in expr.index)
-    if any(isinstance(digit, Perm | Pick) for group in index for digit in group):
+    if any(isinstance(digit, Perm | Pick | Arrived) for group in index for digit in group):
         raise Conflict(f"the rows of `{expr.node.name}` meet rows in another order by expert")
     return Pieces(expr.node, bind(expr.ids, binding), index)
 
 
 def _bind_table(expr: Table, binding: Binding) -> Expr:
     index = tuple(bind_group(group, binding) for group in expr.index)
-    if any(isinstance(digit, Perm | Pick) for group in index for digit in group):
+    if any(isinstance(digit, Perm | Pick | Arrived) for group in index for digit in group):
         raise Conflict(f"`{expr.nodes[0].name}` and its kin are taken in an order by expert")
     return Table(expr.nodes, index)
 
@@ -110,6 +123,11 @@ def _bind_coords(expr: Coords, binding: Binding) -> Expr:
     return Coords(columns, at)
 
 
+def _leaf(expr: Expr) -> Leaf:
+    assert isinstance(expr, Leaf)
+    return expr
+
+
 _BINDERS: dict[type, Callable[[Any, Binding], Expr]] = {
     Leaf: _bind_leaf,
     Const: lambda e, b: e,
@@ -126,6 +144,12 @@ _BINDERS: dict[type, Callable[[Any, Binding], Expr]] = {
     Count: lambda e, b: Count(e.ids, bind_group(e.at, b)),
     Offs: lambda e, b: Offs(e.ids, bind_group(e.at, b)),
     Tally: lambda e, b: e,
+    Owned: lambda e, b: Owned(e.ids, bind_group(e.at, b), e.experts),
+    Inflow: lambda e, b: Inflow(
+        e.ids, e.ranks, bind_group(e.source, b), None if e.at is None else bind_group(e.at, b)
+    ),
+    Local: lambda e, b: Local(_leaf(bind(e.ids, b)), e.ranks),
+    Block: lambda e, b: Block(_leaf(bind(e.ids, b)), e.ranks),
     Pieces: _bind_pieces,
 }
 
@@ -182,6 +206,14 @@ class Unifier:
                     f"rows in the order of `{left.sort.name}` meet rows in the order of `{right.sort.name}`"
                 )
             self.unify(left.over, right.over)
+            return left
+        if isinstance(left, Arrived) and isinstance(right, Arrived):
+            if left.order.sort is not right.order.sort or left.ranks != right.ranks:
+                raise Conflict(
+                    f"rows that came in the order of `{left.order.sort.name}` meet rows in that of "
+                    f"`{right.order.sort.name}`"
+                )
+            self.unify(left.order.over, right.order.over)
             return left
         if isinstance(right, Axis) and sizes.same(left.size, right.size):
             self.binding[right] = (left,)

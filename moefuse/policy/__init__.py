@@ -5,13 +5,23 @@ every check, its reason and the facts it read. Equal on every rank, since a spec
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moefuse.ops.spec import MoeSpec
-from moefuse.policy import cpu, reference
+from moefuse.policy import cpu, reference, spread
 from moefuse.policy.check import Check, CheckResult, Verdict, judge
 
-__all__ = ["Check", "CheckResult", "Decision", "Verdict", "checks_of", "decide", "judge", "register"]
+__all__ = [
+    "Check",
+    "CheckResult",
+    "Decision",
+    "Verdict",
+    "checks_of",
+    "decide",
+    "decide_spread",
+    "judge",
+    "register",
+]
 
 AUTO = "auto"
 
@@ -58,6 +68,18 @@ def checks_of(target: str) -> tuple[Check, ...]:
     if target not in _CHECKS:
         raise ValueError(f"target: expected one of {[AUTO, *sorted(_CHECKS)]}, got {target!r}")
     return _CHECKS[target]
+
+
+def decide_spread(spec: MoeSpec, *, target: str = AUTO, **more: str | int) -> Decision:
+    """As `decide`, for a layer whose experts are spread over ranks; more: as for `SpreadLayer`.
+
+    The target's own checks judge what one rank computes.
+    """
+    local = decide(replace(spec, ep_world_size=1), target=target)
+    layer = spread.SpreadLayer.of(spec, target=local.target, **more)
+    whole = judge(layer, spread.CHECKS)
+    worse = whole if local.ok else local.verdict
+    return Decision(local.target, replace(worse, checks=(*local.verdict.checks, *whole.checks)))
 
 
 def decide(spec: MoeSpec, *, target: str = AUTO) -> Decision:

@@ -14,7 +14,7 @@ from moefuse.ops.spec import MoeSpec
 from moefuse.policy.check import CheckResult
 from moefuse.report.region import Region
 
-__all__ = ["NO_GRAPH", "CheckResult", "GraphReport", "LayerReport", "Report"]
+__all__ = ["NO_GRAPH", "CheckResult", "ContextReport", "GraphReport", "LayerReport", "Report"]
 
 NO_GRAPH = "loops over experts that stay as they are"
 
@@ -52,8 +52,27 @@ class LayerReport:
 
 
 @dataclass(frozen=True)
+class ContextReport:
+    """The communication context that some layers of a graph share.
+
+    group, ranks: the process group's name and size. transport: the way rows take. bytes: shared memory that this rank
+    owns. max_tokens: the most that a rank may bring. layers: how many of the graph use it.
+    """
+
+    group: str
+    ranks: int
+    transport: str
+    bytes: int
+    max_tokens: int
+    layers: int
+
+
+@dataclass(frozen=True)
 class GraphReport:
-    """One captured graph: its layers in graph order, node counts, CPU seconds per phase, internal error."""
+    """One captured graph: its layers in graph order, node counts, CPU seconds per phase, internal error.
+
+    contexts: those of its layers whose experts are spread over ranks.
+    """
 
     index: int
     sites: tuple[LayerReport, ...]
@@ -62,6 +81,7 @@ class GraphReport:
     seconds: Mapping[str, float] = field(default_factory=dict)
     error: str = ""
     note: str = ""
+    contexts: tuple[ContextReport, ...] = ()
 
     @property
     def fused(self) -> int:

@@ -1,0 +1,48 @@
+"""Process groups by the names under which collectives of a graph call them.
+
+In: a name, as `_c10d_functional` operators carry it, or a group. Out: the group, its size and this process's rank.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Place(NamedTuple):
+    """This process's place in a process group. live: its ranks are processes, and not those of torch's fake group."""
+
+    name: str
+    world: int
+    rank: int
+    live: bool
+
+
+def group_of(name: object) -> Any:
+    """The process group of that name; None for a name of no group that this process is in."""
+    if not isinstance(name, str) or not torch.distributed.is_available():
+        return None
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    if not torch.distributed.is_initialized():
+        return None
+    try:
+        return _resolve_process_group(name)
+    except (LookupError, RuntimeError, ValueError):
+        return None
+
+
+def place_in(name: object) -> Place | None:
+    """The place in the group of that name; None where this process is in no such group."""
+    group = group_of(name)
+    if group is None:
+        return None
+    live = torch.distributed.get_backend(group) != "fake"
+    return Place(str(name), group.size(), group.rank(), live)
+
+
+def name_of(group: Any) -> str | None:
+    """The name of a process group that this process is in, or of one that is given by name; None for anything else."""
+    if isinstance(group, str):
+        return group if group_of(group) is not None else None
+    name = getattr(group, "group_name", None)
+    return name if isinstance(name, str) and group_of(name) is not None else None

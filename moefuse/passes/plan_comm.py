@@ -1,0 +1,290 @@
+"""Layers whose experts are spread over ranks: which become nodes that communicate, decided by all ranks alike.
+
+In: the candidates of a graph, each judged by the policy on facts that are equal on all ranks. Out: a `Plan`: the name
+of a context for each layer that all ranks fuse, a reason for every other one. A rank that fused alone would wait for
+ever, so the ranks tell each other, once per frame, what they would do; one "no" is everybody's. Contexts are made here,
+before the first forward, one for all layers of the same sizes. A frame that is compiled anew asks nobody: what was
+agreed on holds.
+"""
+
+import json
+import logging
+import weakref
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch._guards import CompileContext
+from torch.fx import Graph, Node
+
+from moefuse import policy
+from moefuse.comm import Capacity, CommError, context_for
+from moefuse.comm.plans import what_all_want
+from moefuse.graph.groups import Place, group_of, place_in
+from moefuse.ops.ep_context import provide
+from moefuse.options import Options
+from moefuse.passes.fuse import escaping, why_not
+from moefuse.passes.lift import Candidate
+from moefuse.patterns.facts import Const, Op
+from moefuse.patterns.pointwise import walk
+from moefuse.patterns.site import Site
+from moefuse.policy import Decision
+from moefuse.policy.spread import SpreadLayer
+from moefuse.report.model import ContextReport
+
+log = logging.getLogger("moefuse")
+
+Contact = Literal["ask", "draw", "refuse"]
+"""What a pass may do about other ranks: ask them; only draw nodes, for people to look at; leave such layers alone."""
+
+DISPATCHES = (torch.ops._c10d_functional.all_to_all_single.default,)
+"""Collectives that send rows to the ranks of their experts."""
+
+
+class AgreementError(RuntimeError):
+    """A frame compiled anew isn't what the ranks agreed on: going on would leave the other ranks waiting."""
+
+
+class Agreed(NamedTuple):
+    """What was decided about one candidate; nothing, where no rows travel.
+
+    decision: the policy's. context: the name of the context of a layer that all ranks fuse. check, reason: why it is
+    left.
+    """
+
+    decision: Decision | None = None
+    context: str = ""
+    check: str = ""
+    reason: str = ""
+
+
+@dataclass
+class Plan:
+    """agreed: by candidate. contexts: what was made or found, for the report."""
+
+    agreed: dict[int, Agreed] = field(default_factory=dict)
+    contexts: list[ContextReport] = field(default_factory=list)
+
+    def of(self, candidate: int) -> Agreed:
+        """What was decided about a candidate."""
+        return self.agreed.get(candidate, Agreed())
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """What this rank would do with one candidate. digest: of what the layer computes, "" where it isn't to be fused."""
+
+    candidate: int
+    layer: str
+    place: Place
+    decision: Decision | None = None
+    digest: str = ""
+    capacity: Capacity | None = None
+    check: str = ""
+    reason: str = ""
+
+    @property
+    def context(self) -> str:
+        """The name of its context, equal in all processes: a compiled graph may come from a cache."""
+        assert self.capacity is not None
+        return json.dumps({"group": self.place.name, **self.capacity.to_dict()}, separators=(",", ":"))
+
+
+def plan(graph: Graph, candidates: Sequence[Candidate], options: Options, contact: Contact) -> Plan:
+    """Decide on all candidates whose rows travel. Collective where contact is "ask" and there are such candidates.
+
+    Raises AgreementError, see there.
+    """
+    wishes = [
+        _wish(graph, number, candidate, options)
+        for number, candidate in enumerate(candidates)
+        if candidate.site is not None and candidate.site.layer.ranks is not None
+    ]
+    refusal = None
+    if contact == "ask":
+        refusal = _settled([*wishes, *_unproved(graph, candidates, options)], options)
+    elif contact == "refuse":
+        refusal = (
+            "ep_context",
+            "a pass alone makes no contexts: torch.compile(model, backend='moefuse') does",
+        )
+    result = Plan()
+    for wish in wishes:
+        check, reason = (wish.check, wish.reason) if wish.reason else refusal or ("", "")
+        result.agreed[wish.candidate] = Agreed(wish.decision, "" if reason else wish.context, check, reason)
+    if contact == "ask":
+        result.contexts = _contexts([wish for wish in wishes if result.of(wish.candidate).context])
+    return result
+
+
+def _wish(graph: Graph, number: int, candidate: Candidate, options: Options) -> _Wish:
+    """Yes, where policy, region and operator allow it."""
+    site = candidate.site
+    assert site is not None
+    assert site.layer.ranks is not None
+    place = place_in(site.layer.ranks.group)
+    assert place is not None
+    more = {"ep_group": options.ep_group, "ep_max_tokens": options.ep_max_tokens, "group": place.name}
+    decision = policy.decide_spread(site.spec, target=options.target, **more)
+    check, reason = decision.verdict.check, decision.verdict.reason
+    if pattern := options.excluded(candidate.layer):
+        check, reason = "exclude", f"excluded by the option exclude={pattern!r}"
+    elif decision.ok and (escape := escaping(site)) is not None:
+        row, user = escape
+        check, reason = (
+            "escape",
+            f"`{user.name}`, outside of the layer, reads its expert rows `{row.name}` too",
+        )
+    elif decision.ok and (why := why_not(graph, site, decision.target)):
+        check, reason = "emit", why
+    if reason:
+        return _Wish(number, candidate.layer, place, decision, check=check, reason=reason)
+    return _Wish(
+        number, candidate.layer, place, decision, _digest(site), SpreadLayer.of(site.spec, **more).capacity()
+    )
+
+
+def _digest(site: Site) -> str:
+    """Equal for layers that compute the same, but for the values of tensors. Numbers in the graph are part of it."""
+    layer = site.layer
+    parts: list[object] = [site.spec]
+    for expr in (layer.x, *layer.weights):
+        for part in walk(expr):
+            if isinstance(part, Const):
+                parts.append(part.value)
+            elif isinstance(part, Op):
+                parts.append(
+                    (str(part.target), [a for a in part.args if isinstance(a, int | float)], part.kwargs)
+                )
+    return f"{zlib.crc32(repr(parts).encode()):08x}"
+
+
+def _unproved(graph: Graph, candidates: Sequence[Candidate], options: Options) -> list[_Wish]:
+    """What looks like a layer beside collectives that send rows, and isn't proved: the others have to hear of it."""
+    places = [place_in(group) for group in _groups(graph)]
+    lost = [
+        (number, candidate)
+        for number, candidate in enumerate(candidates)
+        if candidate.site is None or candidate.site.layer.ranks is None
+    ]
+    return [
+        _Wish(
+            number,
+            candidate.layer,
+            place,
+            check="lift",
+            reason=candidate.reason or "no other rank's rows reach it",
+        )
+        for place in places
+        for number, candidate in lost
+        if place is not None and options.ep_group in ("", place.name)
+    ]
+
+
+def _groups(graph: Graph) -> list[str]:
+    """The groups over which rows may be sent, in graph order."""
+    sends = [node for target in DISPATCHES for node in graph.find_nodes(op="call_function", target=target)]
+    return list(dict.fromkeys(str(node.args[-1]) for node in sorted(sends)))
+
+
+# --- agreement -------------------------------------------------------------------------------------------
+
+_agreed: "weakref.WeakKeyDictionary[Any, dict[int, list[str] | None]]" = weakref.WeakKeyDictionary()
+"""By group and frame: the digests of the layers that all ranks fuse, None where they fuse none."""
+
+
+def _settled(wishes: Sequence[_Wish], options: Options) -> tuple[str, str] | None:
+    """None where all ranks fuse all of these layers; otherwise the check and the reason why none does."""
+    by_group: dict[Place, list[_Wish]] = {}
+    for wish in wishes:
+        if wish.place.live:
+            by_group.setdefault(wish.place, []).append(wish)
+    refusals = [
+        refusal for place, own in by_group.items() if (refusal := _agree(place, own, options)) is not None
+    ]
+    return refusals[0] if refusals else None
+
+
+def _agree(place: Place, wishes: list[_Wish], options: Options) -> tuple[str, str] | None:
+    group = group_of(place.name)
+    known = _agreed.setdefault(group, {})
+    digests = [wish.digest for wish in wishes]
+    compiled = CompileContext.current_compile_id()
+    frame = compiled.frame_id if compiled is not None and compiled.frame_id is not None else -1
+    if compiled is not None and compiled.frame_compile_id:
+        before = known.get(frame)
+        if before is None:
+            return "ep_agreement", "the ranks agreed not to fuse when this frame was compiled first"
+        if before != digests:
+            odd = next((wish.reason for wish in wishes if wish.reason), "another layer")
+            raise AgreementError(
+                f"compiled anew for other sizes, the expert-parallel layers of a frame aren't those that all ranks "
+                f"fused before ({odd}). Mark the number of tokens as dynamic (torch._dynamo.mark_dynamic, dynamic=True)"
+            )
+        return None
+    known[frame] = None
+    refusal = _asked(group, place, wishes, options)
+    if refusal is None:
+        known[frame] = digests
+    return refusal
+
+
+def _asked(group: Any, place: Place, wishes: list[_Wish], options: Options) -> tuple[str, str] | None:
+    """Ask the other ranks; where all say yes, make the contexts."""
+    mine = [[wish.layer, wish.digest, wish.reason] for wish in wishes]
+    try:
+        everyone = what_all_want(group, {"layers": mine, "mode": options.mode})
+        for rank, theirs in enumerate(everyone):
+            for layer, digest, reason in theirs["layers"]:
+                if not digest:
+                    return "ep_agreement", f"rank {rank} doesn't fuse {layer or '(root)'}: {reason}"
+        for rank, theirs in enumerate(everyone):
+            if theirs != everyone[0]:
+                return "ep_agreement", f"rank {rank} has other layers in this graph than rank 0"
+        for capacity in dict.fromkeys(wish.capacity for wish in wishes):
+            assert capacity is not None
+            context_for(group, capacity)
+    except CommError as error:
+        log.warning("no expert-parallel layer of this graph is fused: %s", error)
+        return "ep_context", str(error)
+    return None
+
+
+# --- contexts --------------------------------------------------------------------------------------------
+
+
+def _contexts(wishes: Sequence[_Wish]) -> list[ContextReport]:
+    """Provide the contexts of the layers that are fused, and report them."""
+    layers = Counter(wish.context for wish in wishes)
+    reports: dict[str, ContextReport] = {}
+    for wish in wishes:
+        if wish.context in reports or not wish.place.live or wish.capacity is None:
+            continue
+        context = context_for(group_of(wish.place.name), wish.capacity)
+        provide(wish.context, context.tensor)
+        reports[wish.context] = ContextReport(
+            wish.place.name,
+            wish.place.world,
+            context.transport,
+            context.bytes,
+            wish.capacity.max_tokens_per_rank,
+            layers[wish.context],
+        )
+    return list(reports.values())
+
+
+def share(graph: Graph) -> None:
+    """One node for each context, before everything that could use it."""
+    first: dict[str, Node] = {}
+    start = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
+    for node in graph.find_nodes(op="call_function", target=torch.ops.moefuse.ep_context.default):
+        name = str(node.args[0])
+        if name not in first:
+            first[name] = node
+            start.prepend(node)
+        else:
+            node.replace_all_uses_with(first[name])
+            graph.erase_node(node)

@@ -1,0 +1,80 @@
+"""May a layer whose experts are spread over several ranks become one node that communicates?
+
+In: a `MoeSpec` and the options that say where and how much. Out: `CHECKS`, after those of the target. All that is
+judged is equal on every rank: sizes and options, never a rank's own tokens.
+"""
+
+from dataclasses import dataclass, fields
+
+from moefuse.comm import Capacity, ContextError
+from moefuse.ops.spec import MoeSpec
+from moefuse.policy.check import Check
+
+TARGETS = ("cpu", "reference")
+"""Targets whose kernels run one rank's experts; the rows travel as the context says."""
+
+
+@dataclass(frozen=True)
+class SpreadLayer(MoeSpec):
+    """A layer, and the group over which its experts are spread. ep_group: the only one allowed, "" for any."""
+
+    target: str = ""
+    group: str = ""
+    ep_group: str = ""
+    ep_max_tokens: int = 1
+
+    @staticmethod
+    def of(spec: MoeSpec, **more: str | int) -> "SpreadLayer":
+        """The layer as these checks read it."""
+        return SpreadLayer(**{field.name: getattr(spec, field.name) for field in fields(MoeSpec)}, **more)
+
+    def capacity(self) -> Capacity:
+        """What the layer's context must hold. Raises ContextError for what none can hold."""
+        return Capacity(
+            ep_world_size=self.ep_world_size,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            hidden=self.hidden,
+            out_features=self.out_features,
+            max_tokens_per_rank=self.ep_max_tokens,
+            dtype=self.x_dtype,
+        )
+
+
+def _capacity(layer: SpreadLayer) -> str:
+    try:
+        layer.capacity()
+    except ContextError as error:
+        return str(error)
+    return ""
+
+
+def _group(layer: SpreadLayer) -> str:
+    if layer.ep_group in ("", layer.group):
+        return ""
+    return f"its rows travel over group {layer.group!r}, the option ep_group is {layer.ep_group!r}"
+
+
+CHECKS = (
+    Check(
+        "ep_target",
+        ("target", "ep_world_size"),
+        lambda s: s.target in TARGETS,
+        "the experts are spread over {ep_world_size} ranks and the target {target!r} doesn't communicate",
+        subject=SpreadLayer,
+    ),
+    Check("ep_group", ("group", "ep_group"), _group, subject=SpreadLayer),
+    Check(
+        "ep_training",
+        ("training",),
+        lambda s: not s.training,
+        "gradients are wanted: a node that communicates has none",
+        subject=SpreadLayer,
+    ),
+    Check(
+        "ep_capacity",
+        ("ep_world_size", "num_experts", "top_k", "hidden", "out_features", "ep_max_tokens", "x_dtype"),
+        _capacity,
+        subject=SpreadLayer,
+    ),
+)
