@@ -5,6 +5,7 @@ substitutes the order of a sort by the order of arrival, its reverse substitutes
 slot goes to the rank that holds its expert, and that a rank adds nothing of its own but its experts' weights.
 """
 
+import sympy
 import torch
 from torch.fx import Node
 
@@ -30,6 +31,7 @@ from moefuse.patterns.facts import (
     Owned,
     Perm,
     Ranks,
+    Tally,
     group_size,
 )
 from moefuse.patterns.pieces import tally_of
@@ -187,6 +189,8 @@ def _experts_of_rank(
         experts = experts or len(mine)
         if mine != set(range(rank * experts, (rank + 1) * experts)):
             raise Conflict(f"piece {rank} of the rows that are sent isn't that of the experts of rank {rank}")
+        if isinstance(symbol := sizes.expr(value(length)), sympy.Symbol):
+            lift.counts[symbol] = Tally(owned, frozenset(mine))
     if len(pieces) != place.world or (width not in (1, experts)):
         raise Conflict("rows are sent to other ranks in pieces of another order than that of the ranks")
     return experts

@@ -8,8 +8,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from moefuse.patterns.facts import (
+    Arrived,
     At,
     Axis,
+    Block,
     Cases,
     Const,
     Coords,
@@ -21,13 +23,17 @@ from moefuse.patterns.facts import (
     Expr,
     Fact,
     Group,
+    Inflow,
     Leaf,
+    Local,
     Mean,
     Offs,
     OneHot,
     Op,
+    Owned,
     Part,
     Perm,
+    Pick,
     Pieces,
     Pos,
     Sum,
@@ -73,14 +79,18 @@ class _Speaker:
         known = digit in self.names
         name = self._name(digit, "pqrs")
         if not known:
-            over = self.group(digit.over)
-            found = (
-                f"{name} runs over {over} in the order of `{digit.sort.name}`"
-                if isinstance(digit, Perm)
-                else f"{name} runs over the {over} of expert {digit.expert}, as `{digit.source.name}` lists them"
-            )
-            self.notes[digit] = found
+            self.notes[digit] = f"{name} runs over {self._order(digit)}"
         return name
+
+    def _order(self, digit: Perm | Pick | Arrived) -> str:
+        if isinstance(digit, Arrived):
+            over, sort = self.group(digit.order.over), digit.order.sort.name
+            whose = f"the {digit.ranks.world} ranks of group {digit.ranks.group}"
+            return f"the {over} of {whose} that this rank's experts take, each rank's in the order of `{sort}`"
+        over = self.group(digit.over)
+        if isinstance(digit, Perm):
+            return f"{over} in the order of `{digit.sort.name}`"
+        return f"the {over} of expert {digit.expert}, as `{digit.source.name}` lists them"
 
     def _name(self, digit: Digit, letters: str) -> str:
         if digit not in self.names:
@@ -137,5 +147,12 @@ _SAY: dict[type[Expr], Any] = {
     Mean: lambda s, e: f"mean over {s.group(e.over)} of {s.expr(e.body)}",
     Table: lambda s, e: f"(`{e.nodes[0].name}` ... `{e.nodes[-1].name}`)[{s.dims(e.index)}]",
     Tally: lambda s, e: f"how many of `{e.ids.node.name}` are one of {sorted(e.experts)}",
+    Owned: lambda s, e: f"how many of `{e.ids.node.name}` are experts of rank {s.group(e.at)}",
+    Inflow: lambda s, e: (
+        f"how many of `{e.ids.node.name}` on rank {s.group(e.source)} are "
+        + (f"this rank's expert {s.group(e.at)}" if e.at else "experts of this rank")
+    ),
+    Local: lambda s, e: f"({s.expr(e.ids)} among the experts of this rank)",
+    Block: lambda s, e: f"(the rank of a row, and {s.expr(e.ids)} among the experts of this one)",
     Pieces: lambda s, e: f"`{e.node.name}`[{s.dims(e.index)}], by the expert {s.expr(e.ids)}",
 }
