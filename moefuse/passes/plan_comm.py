@@ -32,7 +32,7 @@ from moefuse.patterns.facts import Const, Op
 from moefuse.patterns.pointwise import walk
 from moefuse.patterns.site import Site
 from moefuse.policy import Decision
-from moefuse.policy.spread import SpreadLayer
+from moefuse.policy.spread import SpreadLayer, Terms
 from moefuse.report.model import ContextReport
 
 log = logging.getLogger("moefuse")
@@ -127,8 +127,8 @@ def _wish(graph: Graph, number: int, candidate: Candidate, options: Options) -> 
     assert site.layer.ranks is not None
     place = place_in(site.layer.ranks.group)
     assert place is not None
-    more = {"ep_group": options.ep_group, "ep_max_tokens": options.ep_max_tokens, "group": place.name}
-    decision = policy.decide_spread(site.spec, target=options.target, **more)
+    terms = Terms(place.name, options.ep_group, options.ep_max_tokens)
+    decision = policy.decide_spread(site.spec, terms, target=options.target)
     check, reason = decision.verdict.check, decision.verdict.reason
     if pattern := options.excluded(candidate.layer):
         check, reason = "exclude", f"excluded by the option exclude={pattern!r}"
@@ -142,9 +142,8 @@ def _wish(graph: Graph, number: int, candidate: Candidate, options: Options) -> 
         check, reason = "emit", why
     if reason:
         return _Wish(number, candidate.layer, place, decision, check=check, reason=reason)
-    return _Wish(
-        number, candidate.layer, place, decision, _digest(site), SpreadLayer.of(site.spec, **more).capacity()
-    )
+    capacity = SpreadLayer.of(site.spec, decision.target, terms).capacity()
+    return _Wish(number, candidate.layer, place, decision, _digest(site), capacity)
 
 
 def _digest(site: Site) -> str:

@@ -24,7 +24,7 @@ from moefuse.patterns.facts import (
     group_size,
 )
 from moefuse.patterns.pointwise import EXACT, is_mask, pointwise, strip_casts
-from moefuse.patterns.ranks import arrival, arrival_of, here, summed_counts
+from moefuse.patterns.ranks import arrival, arrival_of, numbered, same_ids, summed_counts
 from moefuse.patterns.router import distinct
 from moefuse.patterns.rules import Lifting, Outcome, argument, is_float, op_name, rule, value
 from moefuse.patterns.unify import Unifier
@@ -35,7 +35,7 @@ def covers(fact: Fact) -> Leaf | Local | None:
 
     `Local` where it lists every row that came to this rank's experts once.
     """
-    leaf = here(fact).expr
+    leaf = numbered(fact).expr
     if isinstance(leaf, Local):
         return leaf if len(fact.dims) == 1 and arrival(fact.dims[0]) is not None else None
     if not isinstance(leaf, Leaf) or is_float(leaf.node) or arrival_of(fact) is not None:
@@ -129,7 +129,7 @@ def subtract(lift: Lifting, node: Node) -> Outcome:
     assert isinstance(ends, Offs)
     assert isinstance(before, Offs)
     here, there = (_part(expr.at) for expr in (ends, before))
-    if here is None or there is None or ends.ids.node is not before.ids.node:
+    if here is None or there is None or not same_ids(ends.ids, before.ids):
         return pointwise(lift, node)
     if (here.group, here.size, here.start) != (there.group, there.size, there.start + 1):
         return pointwise(lift, node)
@@ -152,7 +152,7 @@ def joined_counts(parts: list[Fact]) -> Fact | None:
         assert isinstance(fact.expr, Count | Offs)
         if isinstance(fact.expr, Offs) and (begin, part.group) != (0, ()):
             return None
-        if (ids is not None and fact.expr.ids.node is not ids.node) or (total or part.size) != part.size:
+        if (ids is not None and not same_ids(fact.expr.ids, ids)) or (total or part.size) != part.size:
             return None
         ids, total, length = fact.expr.ids, part.size, group_size(part.group)
         if not isinstance(length, int):

@@ -31,7 +31,7 @@ from moefuse.patterns.facts import (
     group_size,
 )
 from moefuse.patterns.pointwise import pointwise
-from moefuse.patterns.ranks import arrival, here
+from moefuse.patterns.ranks import arrival, numbered
 from moefuse.patterns.router import chosen_from, has_perm, topk_of
 from moefuse.patterns.rules import Lifting, Outcome, argument, is_float, op_name, rule, value
 from moefuse.patterns.structure import regroup
@@ -41,7 +41,7 @@ from moefuse.patterns.unify import Unifier, bind, bind_fact, bind_group
 @rule("aten::sort", "aten::argsort")
 def sort(lift: Lifting, node: Node) -> Outcome:
     """Sorting ids makes a slot order; sorting a permutation inverts it. Both outputs: (values, indices)."""
-    fact = here(lift.fact(argument(node, 0)))
+    fact = numbered(lift.fact(argument(node, 0)))
     if len(fact.dims) != 1 or is_float(argument(node, 0)):
         return None
     if argument(node, 2, "descending", False) or node.kwargs.get("descending", False):
@@ -137,7 +137,7 @@ def bind_axes(group: tuple[object, ...]) -> set[Axis]:
 
 def take(lift: Lifting, node: Node, source: Fact, dim: int, by_node: Node) -> Outcome:
     """source[..., by, ...]: substitution of the row axis by what the index means."""
-    by = here(lift.fact(by_node))
+    by = numbered(lift.fact(by_node))
     if isinstance(by.expr, Pos):
         return take_by(source, dim, by)
     if isinstance(by.expr, Block) and isinstance(source.expr, Pos):
@@ -345,7 +345,11 @@ def _dispatch(lift: Lifting, node: Node, x_node: Node, ids_node: Node) -> _Dispa
     """Token rows sorted by the ids, if the ids are a plain tensor that is taken whole. Ids of one slot may be 1-D."""
     x, ids = lift.fact(x_node), lift.fact(ids_node)
     leaf = covers(ids)
-    if leaf is None or len(x.dims) != 2 or any(has_perm(group) for group in (*ids.dims, *x.dims)):
+    if (
+        not isinstance(leaf, Leaf)
+        or len(x.dims) != 2
+        or any(has_perm(group) for group in (*ids.dims, *x.dims))
+    ):
         return None
     unifier = Unifier()
     unifier.unify(ids.dims[0], x.dims[0])

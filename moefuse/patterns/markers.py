@@ -339,7 +339,9 @@ class Prover:
         fact = self._any(node) if name == "aten::any" else self.fact(node)
         if fact is None:
             return None
-        if isinstance(fact.expr, Count) and (expert := constant(fact.expr.at)) is not None:
+        if not isinstance(fact.expr, Count) or not isinstance(fact.expr.ids, Leaf):
+            return None
+        if (expert := constant(fact.expr.at)) is not None:
             return fact.expr.ids.node, expert
         return None
 

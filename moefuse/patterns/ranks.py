@@ -78,7 +78,7 @@ def as_local(expr: Expr, rows: Arrived) -> Expr:
     return Local(ids, ranks) if result is not None and torch.equal(result, wanted) else expr
 
 
-def here(fact: Fact) -> Fact:
+def numbered(fact: Fact) -> Fact:
     """The fact of ids as numbers of this rank's experts, where they are: on rank 0 no arithmetic is needed for it."""
     rows = arrival_of(fact)
     return (

@@ -86,7 +86,9 @@ class _Speaker:
         if isinstance(digit, Arrived):
             over, sort = self.group(digit.order.over), digit.order.sort.name
             whose = f"the {digit.ranks.world} ranks of group {digit.ranks.group}"
-            return f"the {over} of {whose} that this rank's experts take, each rank's in the order of `{sort}`"
+            return (
+                f"the {over} of {whose} that this rank's experts take, each rank's in the order of `{sort}`"
+            )
         over = self.group(digit.over)
         if isinstance(digit, Perm):
             return f"{over} in the order of `{digit.sort.name}`"

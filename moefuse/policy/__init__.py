@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from moefuse.ops.spec import MoeSpec
 from moefuse.policy import cpu, reference, spread
 from moefuse.policy.check import Check, CheckResult, Verdict, judge
+from moefuse.policy.spread import Terms
 
 __all__ = [
     "Check",
@@ -70,13 +71,10 @@ def checks_of(target: str) -> tuple[Check, ...]:
     return _CHECKS[target]
 
 
-def decide_spread(spec: MoeSpec, *, target: str = AUTO, **more: str | int) -> Decision:
-    """As `decide`, for a layer whose experts are spread over ranks; more: as for `SpreadLayer`.
-
-    The target's own checks judge what one rank computes.
-    """
+def decide_spread(spec: MoeSpec, terms: Terms, *, target: str = AUTO) -> Decision:
+    """As `decide`, for a layer whose experts are spread over ranks. The target's checks judge the part of one rank."""
     local = decide(replace(spec, ep_world_size=1), target=target)
-    layer = spread.SpreadLayer.of(spec, target=local.target, **more)
+    layer = spread.SpreadLayer.of(spec, local.target, terms)
     whole = judge(layer, spread.CHECKS)
     worse = whole if local.ok else local.verdict
     return Decision(local.target, replace(worse, checks=(*local.verdict.checks, *whole.checks)))

@@ -5,6 +5,7 @@ judged is equal on every rank: sizes and options, never a rank's own tokens.
 """
 
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from moefuse.comm import Capacity, ContextError
 from moefuse.ops.spec import MoeSpec
@@ -14,9 +15,21 @@ TARGETS = ("cpu", "reference")
 """Targets whose kernels run one rank's experts; the rows travel as the context says."""
 
 
+class Terms(NamedTuple):
+    """Where the rows of a layer travel, and what the user said of it.
+
+    group: the group over which they do. ep_group: the only one allowed, "" for any. ep_max_tokens: the most tokens of
+    one rank.
+    """
+
+    group: str
+    ep_group: str = ""
+    ep_max_tokens: int = 1
+
+
 @dataclass(frozen=True)
 class SpreadLayer(MoeSpec):
-    """A layer, and the group over which its experts are spread. ep_group: the only one allowed, "" for any."""
+    """A layer whose experts are spread over a group, on a target; the rest as in `Terms`."""
 
     target: str = ""
     group: str = ""
@@ -24,9 +37,10 @@ class SpreadLayer(MoeSpec):
     ep_max_tokens: int = 1
 
     @staticmethod
-    def of(spec: MoeSpec, **more: str | int) -> "SpreadLayer":
+    def of(spec: MoeSpec, target: str, terms: Terms) -> "SpreadLayer":
         """The layer as these checks read it."""
-        return SpreadLayer(**{field.name: getattr(spec, field.name) for field in fields(MoeSpec)}, **more)
+        values = {field.name: getattr(spec, field.name) for field in fields(MoeSpec)}
+        return SpreadLayer(**values, target=target, **terms._asdict())
 
     def capacity(self) -> Capacity:
         """What the layer's context must hold. Raises ContextError for what none can hold."""
