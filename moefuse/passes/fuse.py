@@ -230,7 +230,7 @@ def travels(site: Site) -> set[Node]:
     """The collectives by which the site's rows and their counts travel: its node does without them."""
     operands = {leaf.node for leaf in operand_leaves(site)}
     found: set[Node] = set()
-    stack = list(site.node.all_input_nodes) if site.layer.ranks is not None else []
+    stack = [site.node] if site.layer.ranks is not None else []
     while stack:
         node = stack.pop()
         if node not in found and node not in operands:

@@ -6,7 +6,8 @@ accepted, and a `LayerReport` for every MoE layer and everything that looks like
 
 import gc
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -26,7 +27,9 @@ from moefuse.passes.unmark import clear, demand_fused, prove
 from moefuse.passes.verify import Checker, checker
 from moefuse.patterns.engine import lift
 from moefuse.patterns.facts import Conflict
-from moefuse.patterns.markers import collect
+from moefuse.patterns.markers import UnprovedError, collect
+from moefuse.patterns.rules import op_name
+from moefuse.patterns.site import Site
 from moefuse.report.model import ContextReport, LayerReport
 
 
@@ -98,7 +101,8 @@ def _run(
         canonicalize(graph, training)
     with _timed(result.seconds, "lift"):
         lifted = lift(graph)
-        candidates = find(graph, parameters, lifted)
+        forms = plan_comm.forms(graph, find(graph, parameters, lifted))
+        candidates = [form.candidate for form in forms]
         proofs = prove(loops, lifted)
     if record:
         with _timed(result.seconds, "record"):
@@ -107,13 +111,13 @@ def _run(
     with _timed(result.seconds, "plan_comm"):
         for candidate in candidates:
             _complete(candidate, options, training)
-        comm = plan_comm.plan(graph, candidates, options, contact)
+        comm = plan_comm.plan(graph, forms, options, contact)
         result.contexts = comm.contexts
-    with _timed(result.seconds, "fuse"):
+    with _timed(result.seconds, "fuse"), _kept_promise(comm.contexts):
         replaced: list[tuple[Node, Node]] = []
         # From the last to the first: what a later layer reads may be the very node that an earlier one replaces.
         for number, candidate in reversed(list(enumerate(candidates))):
-            layer = _treat(graph, candidate, options, comm.of(number), result.calls, replaced)
+            layer = _treat(graph, candidate, options, comm.agreed[number], result.calls, replaced)
             result.layers.insert(0, layer)
         plan_comm.share(graph)
         if options.mode == "on":
@@ -156,6 +160,21 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 @contextmanager
+def _kept_promise(contexts: Sequence[ContextReport]) -> Iterator[None]:
+    """Where other ranks count on this one, it can't compile a graph unfused: an internal error is everybody's."""
+    try:
+        yield
+    except (RejectedError, UnprovedError):
+        raise
+    except Exception as error:
+        if contexts:
+            raise AgreementError(
+                f"all ranks fuse this graph's layers, but here it failed: {error}"
+            ) from error
+        raise
+
+
+@contextmanager
 def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     start = time.process_time()
     yield
@@ -178,7 +197,9 @@ def _treat(
     replaced: list[tuple[Node, Node]],
 ) -> LayerReport:
     """The verdict on one candidate, and the rewrite if it is yes."""
-    report = LayerReport(candidate.layer, False, candidate.node.name, source_of(candidate.node))
+    report = LayerReport(
+        candidate.layer, False, candidate.node.name, source_of(candidate.node), comm=comm.words
+    )
     if pattern := options.excluded(candidate.layer):
         spec = candidate.site.spec if candidate.site else None
         return replace(
@@ -212,11 +233,21 @@ def _treat(
         call, output = fuse_site(graph, site, decision.target, comm.context)
     except Conflict as conflict:
         if comm.context:
-            raise AgreementError(f"{candidate.layer}: all ranks fuse it, but {conflict.reason}") from conflict
+            raise
         return replace(report, check="emit", reason=conflict.reason)
     calls.append(call)
     replaced.append((site.node, output))
-    return replace(report, fused=True)
+    return replace(report, fused=True, comm=_communication(site) or comm.words)
+
+
+def _communication(site: Site) -> str:
+    """What was absorbed of a layer whose rows travel."""
+    ranks = site.layer.ranks
+    if ranks is None:
+        return ""
+    names = Counter(op_name(node).removeprefix("_c10d_functional::") for node in travels(site))
+    absorbed = ", ".join(f"{n} {name}" for name, n in sorted(names.items()) if name != "wait_tensor")
+    return f"rows travel inside the node, over the {ranks.world} ranks of group {ranks.group}; absorbed: {absorbed}"
 
 
 def _verify(graph: Graph, candidates: list[Candidate], layers: list[LayerReport]) -> None:

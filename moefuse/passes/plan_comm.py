@@ -13,7 +13,7 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,9 +27,11 @@ from moefuse.graph.groups import Place, group_of, place_in
 from moefuse.ops.ep_context import provide
 from moefuse.options import Options
 from moefuse.passes.fuse import escaping, why_not
-from moefuse.passes.lift import Candidate
+from moefuse.passes.lift import MOVES, Candidate
 from moefuse.patterns.facts import Const, Op
+from moefuse.patterns.gathered import gathered
 from moefuse.patterns.pointwise import walk
+from moefuse.patterns.rules import argument, op_name
 from moefuse.patterns.site import Site
 from moefuse.policy import Decision
 from moefuse.policy.spread import SpreadLayer, Terms
@@ -43,6 +45,9 @@ Contact = Literal["ask", "draw", "refuse"]
 DISPATCHES = (torch.ops._c10d_functional.all_to_all_single.default,)
 """Collectives that send rows to the ranks of their experts."""
 
+SUMS = (torch.ops._c10d_functional.all_reduce.default,)
+"""Collectives that add up what the experts of all ranks give for the same tokens."""
+
 
 class AgreementError(RuntimeError):
     """A frame compiled anew isn't what the ranks agreed on: going on would leave the other ranks waiting."""
@@ -52,25 +57,22 @@ class Agreed(NamedTuple):
     """What was decided about one candidate; nothing, where no rows travel.
 
     decision: the policy's. context: the name of the context of a layer that all ranks fuse. check, reason: why it is
-    left.
+    left. words: what happens to collectives beside a layer that doesn't communicate.
     """
 
     decision: Decision | None = None
     context: str = ""
     check: str = ""
     reason: str = ""
+    words: str = ""
 
 
 @dataclass
 class Plan:
     """agreed: by candidate. contexts: what was made or found, for the report."""
 
-    agreed: dict[int, Agreed] = field(default_factory=dict)
+    agreed: dict[int, Agreed]
     contexts: list[ContextReport] = field(default_factory=list)
-
-    def of(self, candidate: int) -> Agreed:
-        """What was decided about a candidate."""
-        return self.agreed.get(candidate, Agreed())
 
 
 @dataclass(frozen=True)
@@ -93,30 +95,83 @@ class _Wish:
         return json.dumps({"group": self.place.name, **self.capacity.to_dict()}, separators=(",", ":"))
 
 
-def plan(graph: Graph, candidates: Sequence[Candidate], options: Options, contact: Contact) -> Plan:
+@dataclass(frozen=True)
+class Form:
+    """How a candidate's rows may travel. candidate: with the layer of the whole group, where it is one.
+
+    places: the groups that have to hear of it, with the reason, if it isn't proved. words: for the report.
+    """
+
+    candidate: Candidate
+    places: tuple[Place, ...] = ()
+    reason: str = ""
+    words: str = ""
+
+
+def forms(graph: Graph, candidates: Sequence[Candidate]) -> list[Form]:
+    """The candidates as the collectives around them make them."""
+    sends = sorted(
+        node for target in DISPATCHES for node in graph.find_nodes(op="call_function", target=target)
+    )
+    places = [place_in(group) for group in dict.fromkeys(str(node.args[-1]) for node in sends)]
+    senders = tuple(place for place in places if place is not None)
+    return [_form(candidate, senders) for candidate in candidates]
+
+
+def _form(candidate: Candidate, senders: tuple[Place, ...]) -> Form:
+    site = candidate.site
+    if site is None:
+        return Form(candidate, senders, candidate.reason)
+    if site.layer.ranks is not None:
+        return Form(candidate)
+    if (found := gathered(site)) is not None:
+        if found.site is None:
+            return Form(candidate, (found.place,), found.reason, f"its collectives stay: {found.reason}")
+        return Form(replace(candidate, node=found.site.node, site=found.site))
+    if senders and _reaches(site.node, DISPATCHES) is not None:
+        return Form(candidate, senders, "its rows are sent on, and aren't proved to have come from all ranks")
+    if (total := _reaches(site.node, SUMS)) is not None and argument(total, 1) == "sum":
+        group = argument(total, 2, "group_name")
+        words = f"`{total.name}` adds up what the experts of all ranks of group {group} give: it stays, once"
+        return Form(candidate, words=words)
+    return Form(candidate)
+
+
+def _reaches(node: Node, targets: Sequence[Any]) -> Node | None:
+    """The first of some collectives that a layer's output goes into, moved, cast or scaled, and nowhere else."""
+    while len(node.users) == 1:
+        (node,) = node.users
+        if node.target in targets:
+            return node
+        if op_name(node) not in (*MOVES, "aten::mul", "aten::add", "getitem"):
+            return None
+    return None
+
+
+def plan(graph: Graph, forms: Sequence[Form], options: Options, contact: Contact) -> Plan:
     """Decide on all candidates whose rows travel. Collective where contact is "ask" and there are such candidates.
 
     Raises AgreementError, see there.
     """
     wishes = [
-        _wish(graph, number, candidate, options)
-        for number, candidate in enumerate(candidates)
-        if candidate.site is not None and candidate.site.layer.ranks is not None
+        _wish(graph, number, form.candidate, options)
+        for number, form in enumerate(forms)
+        if form.candidate.site is not None and form.candidate.site.layer.ranks is not None
     ]
     refusal = None
     if contact == "ask":
-        refusal = _settled([*wishes, *_unproved(graph, candidates, options)], options)
+        refusal = _settled([*wishes, *_unproved(forms, options)], options)
     elif contact == "refuse":
         refusal = (
             "ep_context",
             "a pass alone makes no contexts: torch.compile(model, backend='moefuse') does",
         )
-    result = Plan()
+    result = Plan({number: Agreed(words=form.words) for number, form in enumerate(forms)})
     for wish in wishes:
         check, reason = (wish.check, wish.reason) if wish.reason else refusal or ("", "")
         result.agreed[wish.candidate] = Agreed(wish.decision, "" if reason else wish.context, check, reason)
     if contact == "ask":
-        result.contexts = _contexts([wish for wish in wishes if result.of(wish.candidate).context])
+        result.contexts = _contexts([wish for wish in wishes if result.agreed[wish.candidate].context])
     return result
 
 
@@ -132,6 +187,11 @@ def _wish(graph: Graph, number: int, candidate: Candidate, options: Options) -> 
     check, reason = decision.verdict.check, decision.verdict.reason
     if pattern := options.excluded(candidate.layer):
         check, reason = "exclude", f"excluded by the option exclude={pattern!r}"
+    elif options.verify:
+        check, reason = (
+            "ep_verify",
+            "verify=True compares on a rank's own inputs, the others would wait for it",
+        )
     elif decision.ok and (escape := escaping(site)) is not None:
         row, user = escape
         check, reason = (
@@ -161,32 +221,14 @@ def _digest(site: Site) -> str:
     return f"{zlib.crc32(repr(parts).encode()):08x}"
 
 
-def _unproved(graph: Graph, candidates: Sequence[Candidate], options: Options) -> list[_Wish]:
-    """What looks like a layer beside collectives that send rows, and isn't proved: the others have to hear of it."""
-    places = [place_in(group) for group in _groups(graph)]
-    lost = [
-        (number, candidate)
-        for number, candidate in enumerate(candidates)
-        if candidate.site is None or candidate.site.layer.ranks is None
-    ]
+def _unproved(forms: Sequence[Form], options: Options) -> list[_Wish]:
+    """What looks like a layer whose rows travel, and isn't proved to be one: the other ranks have to hear of it."""
     return [
-        _Wish(
-            number,
-            candidate.layer,
-            place,
-            check="lift",
-            reason=candidate.reason or "no other rank's rows reach it",
-        )
-        for place in places
-        for number, candidate in lost
-        if place is not None and options.ep_group in ("", place.name)
+        _Wish(number, form.candidate.layer, place, check="lift", reason=form.reason)
+        for number, form in enumerate(forms)
+        for place in form.places
+        if form.reason and options.ep_group in ("", place.name)
     ]
-
-
-def _groups(graph: Graph) -> list[str]:
-    """The groups over which rows may be sent, in graph order."""
-    sends = [node for target in DISPATCHES for node in graph.find_nodes(op="call_function", target=target)]
-    return list(dict.fromkeys(str(node.args[-1]) for node in sorted(sends)))
 
 
 # --- agreement -------------------------------------------------------------------------------------------

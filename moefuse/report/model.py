@@ -32,6 +32,7 @@ class LayerReport:
     launches_saved: operators that compute something and are gone, less those that came; None where nobody asked
         (`explain` and `dump` do) or nothing was fused.
     region: the nodes before and after for `to_html`; None where nobody asked. Not in JSON.
+    comm: of a layer whose experts are spread over ranks, which collectives became part of the node, or stay; else "".
     verified: with verify=True, after the first run: the largest relative difference of a token's output between the
         node and its region; None before.
     """
@@ -47,6 +48,7 @@ class LayerReport:
     bytes: int = 0
     checks: tuple[CheckResult, ...] = ()
     verified: float | None = None
+    comm: str = ""
     launches_saved: int | None = None
     region: Region | None = field(default=None, repr=False, metadata={"json": False})
 

@@ -108,6 +108,12 @@ def graph_line(graph: GraphReport) -> str:
     line = f"graph {graph.index}: " + ", ".join(
         [f"{graph.nodes_before} -> {graph.nodes_after} nodes", *times]
     )
+    for context in graph.contexts:
+        layers, size = _count(context.layers, "layer"), human_bytes(context.bytes)
+        line += (
+            f"\n  context of {context.ranks} ranks of group {context.group}: {size} by {context.transport}, up to "
+            f"{context.max_tokens} tokens per rank, shared by {layers}"
+        )
     if graph.note:
         line += f"\n  note: {graph.note}"
     if graph.error:
@@ -136,6 +142,8 @@ def _row(site: LayerReport) -> tuple[str, ...]:
     words = [site.spec.describe()] if site.spec else []
     if site.verified is not None and site.fused:
         words.append(f"verified: differs by {site.verified:.2g}")
+    if site.comm:
+        words.append(site.comm)
     if not site.fused:
         check = f"{site.check}: " if site.check else ""
         place = f" ({site.source})" if site.source else ""
