@@ -22,7 +22,7 @@ from moefuse.passes.fuse import escaping, fuse_site, travels
 from moefuse.passes.lift import Candidate, find
 from moefuse.passes.plan_comm import Agreed, AgreementError, Contact
 from moefuse.passes.record import Recorder, Recording
-from moefuse.passes.streams import crossing
+from moefuse.passes.streams import crossing, off_stream
 from moefuse.passes.unmark import clear, demand_fused, prove
 from moefuse.passes.verify import Checker, checker
 from moefuse.patterns.engine import lift
@@ -223,10 +223,7 @@ def _treat(
         reason = f"the expert rows `{row.name}` are also read by `{user.name}`, outside of the layer"
         return replace(report, check="escape", reason=reason)
     if (switch := crossing(site)) is not None:
-        reason = (
-            f"`{switch.name}` stands between the first GEMM and the output: the layer isn't on one stream"
-        )
-        return replace(report, check="streams", reason=reason)
+        return replace(report, check="streams", reason=off_stream(switch))
     if comm.reason:
         return replace(report, check=comm.check, reason=comm.reason)
     try:

@@ -28,6 +28,7 @@ from moefuse.ops.ep_context import provide
 from moefuse.options import Options
 from moefuse.passes.fuse import escaping, why_not
 from moefuse.passes.lift import MOVES, Candidate
+from moefuse.passes.streams import crossing, off_stream
 from moefuse.patterns.facts import Const, Op
 from moefuse.patterns.gathered import gathered
 from moefuse.patterns.pointwise import walk
@@ -198,6 +199,8 @@ def _wish(graph: Graph, number: int, candidate: Candidate, options: Options) -> 
             "escape",
             f"`{user.name}`, outside of the layer, reads its expert rows `{row.name}` too",
         )
+    elif decision.ok and (switch := crossing(site)) is not None:
+        check, reason = "streams", off_stream(switch)
     elif decision.ok and (why := why_not(graph, site, decision.target)):
         check, reason = "emit", why
     if reason:
