@@ -19,7 +19,6 @@ from torch import Tensor
 from moefuse.comm.barrier import Barrier
 from moefuse.comm.capacity import NOTES, Capacity
 from moefuse.comm.errors import CommError, PeerError
-from moefuse.comm.native import NativeStep
 from moefuse.comm.routing import Call, Traffic, check_notes, combine, sort_slots
 from moefuse.comm.timeline import Timeline
 from moefuse.comm.window import Window
@@ -72,6 +71,9 @@ class SharedMemory:
         own = self._views[rank]
         pushed = (len(windows) - 1) * own.edges[0].nbytes
         self._bytes = (own.x[0].nbytes, own.planes[0].nbytes, own.weights.itemsize, pushed)
+        # the targets need the policy, and the policy needs the capacities of this package
+        from moefuse.comm.native import NativeStep
+
         self._native = NativeStep(capacity, [view.x for view in self._views], self._barrier)
 
     def step(self, call: Call) -> tuple[Tensor, Tensor]:
