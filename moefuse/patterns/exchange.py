@@ -62,8 +62,9 @@ def all_to_all(lift: Lifting, node: Node) -> Outcome:
         return None
     if isinstance(fact.expr, Count | Owned):
         return _counts(lift, node, fact, place)
-    if len(first) == 1 and isinstance(first[0], Perm) and arrival(first) is None:
-        return _dispatch(lift, node, fact, first[0], place)
+    order = _only_slot(lift, node, fact) if not first else first[0] if len(first) == 1 else None
+    if isinstance(order, Perm) and arrival(first) is None:
+        return _dispatch(lift, node, fact, order, place)
     if len(first) == 1 and isinstance(first[0], Arrived):
         return _back(lift, node, fact, first[0], place)
     if fact.expr.hard or fact.sorted:
@@ -162,6 +163,14 @@ def _dispatch(lift: Lifting, node: Node, fact: Fact, order: Perm, place: Place) 
     return Fact(_sent(fact.expr), ((Arrived(order, ids.node, ranks, size),), *fact.dims[1:]))
 
 
+def _only_slot(lift: Lifting, node: Node, fact: Fact) -> Perm | None:
+    """The order of the one row that is sent: any, as counts of a single id say to which rank it goes."""
+    counted = [expr for length in argument(node, 1) if isinstance(expr := lift.fact(length).expr, Inflow)]
+    if not fact.dims or not counted or counted[0].ids.axes or not isinstance(fact.expr, Leaf | Op):
+        return None
+    return Perm(counted[0].ids.node, (), counted[0].ids)
+
+
 def _experts_of_rank(
     lift: Lifting, pieces: list[Node], order: Perm, width: int, place: Place, known: int
 ) -> int:
@@ -251,7 +260,8 @@ def _back(lift: Lifting, node: Node, fact: Fact, rows: Arrived, place: Place) ->
             f"`{own.node.name}`, which each rank has for itself, takes part in the rows of all ranks",
             own.node,
         )
-    return Fact(_marked(fact.expr, False), ((order,), *fact.dims[1:]))
+    home: Group = (order,) if order.over else ()
+    return Fact(_marked(fact.expr, False), (home, *fact.dims[1:]))
 
 
 def _leaves_beside_weights(expr: Expr, ranks: Ranks) -> list[Leaf]:
@@ -272,7 +282,7 @@ def blocks(lift: Lifting, node: Node) -> Outcome:
     """repeat_interleave(counts [W * E/W]): of each row that came here, the number of its rank and expert."""
     fact = lift.fact(argument(node, 0))
     expr = fact.expr
-    if not isinstance(expr, Inflow) or not expr.at or len(node.args) != 1:
+    if not isinstance(expr, Inflow) or expr.at is None or len(node.args) != 1:
         return None
     if fact.dims != ((*expr.source, *expr.at),):
         return None

@@ -35,7 +35,7 @@ from moefuse.patterns.facts import (
 )
 from moefuse.patterns.finalize_routing import summed
 from moefuse.patterns.pointwise import broadcast, expert_weight, strip_casts, walk
-from moefuse.patterns.ranks import arrival, same_ids
+from moefuse.patterns.ranks import arrival, only_expert, same_ids
 from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
 from moefuse.patterns.structure import cut
 from moefuse.patterns.unify import Unifier, bind
@@ -62,14 +62,16 @@ def _grouped(node: Node, rows: Fact, rows_node: Node, weight: Fact, groups: Offs
         raise Conflict("a grouped GEMM whose operands are not [rows, K] and [experts, K, N]")
     group, key = _row_order(rows, groups.ids, rows_node)
     (expert,) = weight.dims[0] if len(weight.dims[0]) == 1 else (None,)
-    if not isinstance(expert, Axis) or not sizes.same(expert.size, group_size(groups.at)):
+    chosen = only_expert(weight, 0, key) if not groups.at else None
+    if isinstance(expert, Axis) and sizes.same(expert.size, group_size(groups.at)):
+        chosen = bind(weight.expr, {expert: (At(key, expert.size),)})
+    if chosen is None:
         raise Conflict(
             f"offsets for {group_size(groups.at)} experts, weights for {group_size(weight.dims[0])}"
         )
     unifier = Unifier()
     over = _plain_axes(unifier.unify(rows.dims[1], weight.dims[1]))
-    selected = bind(unifier.expr(weight.expr), {expert: (At(key, expert.size),)})
-    expr = Dot(unifier.expr(rows.expr), selected, over, True, node)
+    expr = Dot(unifier.expr(rows.expr), unifier.expr(chosen), over, True, node)
     return Fact(expr, (group, unifier.resolve(weight.dims[2])))
 
 

@@ -31,7 +31,7 @@ from moefuse.patterns.facts import (
     group_size,
 )
 from moefuse.patterns.pointwise import pointwise
-from moefuse.patterns.ranks import arrival, numbered
+from moefuse.patterns.ranks import arrival, numbered, only_expert
 from moefuse.patterns.router import chosen_from, has_perm, topk_of
 from moefuse.patterns.rules import Lifting, Outcome, argument, is_float, op_name, rule, value
 from moefuse.patterns.structure import regroup
@@ -63,6 +63,8 @@ def sort(lift: Lifting, node: Node) -> Outcome:
 def _invert(fact: Fact, pos: Pos) -> tuple[Fact, Fact]:
     """argsort of a complete permutation: position p of slot s."""
     group = fact.dims[0]
+    if not group and not pos.group:
+        return fact, fact  # a single slot
     if len(group) != 1 or not isinstance(group[0], Perm) or group[0].over != pos.group:
         raise Conflict("a sort of indices that are no complete permutation of the slots")
     return Fact(pos, (pos.group,)), Fact(Pos(group), (pos.group,))
@@ -149,6 +151,8 @@ def take(lift: Lifting, node: Node, source: Fact, dim: int, by_node: Node) -> Ou
         return None
     if not is_float(node):
         return None  # a table of ids (hash routing): its rows are ids like any other
+    if (only := only_expert(source, dim, by.expr)) is not None:
+        return Fact(only, source.dims[:dim] + by.dims + source.dims[dim + 1 :])
     if len(group) != 1 or not isinstance(group[0], Axis):
         return None
     axis = group[0]
@@ -194,11 +198,14 @@ def take_by(source: Fact, dim: int, by: Fact) -> Fact:
 
 def _number_of_block(table: Fact, by: Block, dims: Dims) -> Fact | None:
     """A table over (rank, expert of a rank) that holds the latter, at the block of each row that came here."""
-    if len(table.dims) != 1 or len(table.dims[0]) != 2 or not isinstance(table.expr, Pos):
+    if len(table.dims) != 1 or not table.dims[0] or not isinstance(table.expr, Pos):
         return None
-    outer, inner = table.dims[0]
-    fits = sizes.same(outer.size, by.ranks.world) and sizes.same(inner.size, by.ranks.experts)
-    return Fact(Local(by.ids, by.ranks), dims) if fits and table.expr.group == (inner,) else None
+    outer, *inner = table.dims[0]
+    if not sizes.same(outer.size, by.ranks.world) or not sizes.same(
+        group_size(tuple(inner)), by.ranks.experts
+    ):
+        return None
+    return Fact(Local(by.ids, by.ranks), dims) if table.expr.group == tuple(inner) else None
 
 
 def describe_index(node: Node, expr: Expr) -> str:

@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from moefuse.patterns.facts import (
     Arrived,
+    At,
     Axis,
     Block,
     Count,
@@ -112,6 +113,16 @@ def _whole(result: object) -> Tensor | None:
     if not isinstance(result, Tensor) or result.is_floating_point() or result.dtype == torch.bool:
         return None
     return result.long()
+
+
+def only_expert(weight: Fact, dim: int, ids: Expr) -> Leaf | None:
+    """The weight of a rank that holds one expert, as selected by its number: dimension `dim`, the first in memory."""
+    leaf = weight.expr
+    if not isinstance(ids, Local) or ids.ranks.experts != 1 or not isinstance(leaf, Leaf) or leaf.selectors:
+        return None
+    if weight.dims[dim] or not leaf.index or leaf.index[0] or value(leaf.node).shape[0] != 1:
+        return None
+    return Leaf(leaf.node, ((At(ids, 1),), *leaf.index[1:]), leaf.sent)
 
 
 # --- ids and the ranks that own their experts ------------------------------------------------------------

@@ -31,7 +31,11 @@ def regroup(dims: Dims, shape: Sequence[Size]) -> tuple[Dims, Binding]:
         if sizes.same(
             size, 0
         ):  # no division says how many digits belong here: those that the rest of the shape leaves
-            group, need = _empty_group(digits, sizes.product(shape[position + 1 :])), 1
+            rest = sizes.product(shape[position + 1 :])
+            group, need = _empty_group(digits, rest), 1
+            if not digits and group and isinstance(axis := group[-1], Axis) and not sizes.is_one(rest):
+                binding[axis] = (Axis(axis.size), Axis(rest))
+                group[-1:], digits = binding[axis][:1], deque(binding[axis][1:])
         while not sizes.is_one(need):
             if not digits:
                 raise Conflict(f"a view to {list(shape)} doesn't line up with the meaning of its input")

@@ -183,6 +183,11 @@ class Unifier:
         a, b = list(self.resolve(left)), list(self.resolve(right))
         if not a or not b:
             return tuple(a or b)
+        for one, other in ((a, b), (b, a)):  # digit by digit, a size of 0 would leave some over
+            axis = one[0] if len(one) == 1 and len(other) > 1 and one[0] not in other else None
+            if isinstance(axis, Axis) and sizes.same(axis.size, group_size(tuple(other))):
+                self.binding[axis] = tuple(other)
+                return tuple(other)
         result: list[Digit] = []
         while a and b:
             result.append(self._digit(a, b))

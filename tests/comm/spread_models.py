@@ -1,0 +1,173 @@
+"""MoE blocks whose experts are spread over the ranks of a process group, in the ways in which people write them.
+
+In: a group's rank and size, and sizes. Out: modules that hold the experts of their rank, and `alone`, the same block in
+one process. Weights come from a seed, so that all ranks and `alone` have parts of the same ones.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor, nn
+from torch.nn import functional
+
+H, I, E = 16, 8, 4  # noqa: E741
+
+
+class Block(nn.Module):
+    """Router and experts; subclasses say how rows travel. group: None for the default group."""
+
+    def __init__(
+        self, rank: int, world: int, *, k: int = 2, shared: bool = False, group: Any = None, seed: int = 0
+    ) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+
+        def draw(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.randn(*shape, generator=generator) * shape[-2] ** -0.5)
+
+        self.rank, self.world, self.local, self.k = rank, world, E // world, k
+        self.group = torch.distributed.group.WORLD if group is None else group
+        own = slice(rank * self.local, (rank + 1) * self.local)
+        self.gate, w1, w2, side = draw(H, E), draw(E, H, 2 * I), draw(E, I, H), draw(H, H)
+        self.w1, self.w2 = nn.Parameter(w1[own].clone()), nn.Parameter(w2[own].clone())
+        self.side = side if shared else None
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weights, ids = functional.softmax(x @ self.gate, -1).topk(self.k, -1)
+        return weights / weights.sum(-1, keepdim=True), ids
+
+    def gathered(self, rows: Tensor, ids: Tensor) -> Tensor:
+        """Each row through the matrix of its (local) expert."""
+        gate, up = torch.bmm(rows.unsqueeze(1), self.w1[ids]).squeeze(1).chunk(2, -1)
+        return torch.bmm((functional.silu(gate) * up).unsqueeze(1), self.w2[ids]).squeeze(1)
+
+    def grouped(self, rows: Tensor, offsets: Tensor) -> Tensor:
+        """Rows in the order of their experts; bfloat16, as PyTorch's grouped GEMM wants them."""
+        gate, up = torch._grouped_mm(rows.bfloat16(), self.w1.bfloat16(), offsets).float().chunk(2, -1)
+        act = (functional.silu(gate) * up).bfloat16()
+        return torch._grouped_mm(act, self.w2.bfloat16(), offsets).float()
+
+    def exchange(self, rows: Tensor, received: Any, sent: Any) -> Tensor:
+        return funcol.all_to_all_single(rows, received, sent, self.group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.routed(x)
+        return y if self.side is None else y + x @ self.side
+
+    def routed(self, x: Tensor) -> Tensor:
+        """All experts here."""
+        weights, ids = self.route(x)
+        rows = self.gathered(x.repeat_interleave(self.k, 0), ids.flatten())
+        return (rows.view(-1, self.k, H) * weights.unsqueeze(-1)).sum(1)
+
+
+class ByExpert(Block):
+    """Slots sorted by expert; the numbers of rows counted per rank; the experts' ids travel with the rows."""
+
+    def counts(self, owner: Tensor) -> Tensor:
+        return functional.one_hot(owner, self.world).sum(0)
+
+    def routed(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        flat = ids.flatten()
+        order = flat.argsort(stable=True)
+        rows, experts = x[order // self.k], flat[order]
+        counts = self.counts(experts // self.local)
+        sent, received = counts.tolist(), self.exchange(counts, None, None).tolist()
+        here = self.exchange(experts, received, sent)
+        rows = self.gathered(self.exchange(rows, received, sent), here - self.rank * self.local)
+        rows = self.exchange(rows, sent, received) * weights.flatten()[order, None]
+        return rows[order.argsort()].view(-1, self.k, H).sum(1)
+
+
+class ByRank(ByExpert):
+    """Slots sorted by the rank that has their expert, sums by scatter, ids made local by a remainder."""
+
+    def routed(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        flat = ids.flatten()
+        owner = flat // self.local
+        order = owner.argsort(stable=True)
+        counts = torch.histc(owner.float(), self.world, 0, self.world).long()
+        sent, received = counts.tolist(), self.exchange(counts, None, None).tolist()
+        here = self.exchange(flat[order], received, sent)
+        rows = self.exchange(x[order // self.k], received, sent)
+        rows = self.exchange(self.gathered(rows, here % self.local), sent, received)
+        rows = rows * weights.flatten()[order].unsqueeze(1)
+        return torch.zeros_like(x).index_add(0, order // self.k, rows)
+
+
+class InPlace(ByExpert):
+    """`torch.distributed`'s own calls, which write into tensors that the caller makes."""
+
+    def exchange(self, rows: Tensor, received: Any, sent: Any) -> Tensor:
+        length = rows.shape[0] if received is None else sum(received)
+        result = rows.new_empty((length, *rows.shape[1:]))
+        torch.distributed.all_to_all_single(result, rows, received, sent, group=self.group)
+        return result
+
+
+class ByBlocks(Block):
+    """Counts per expert are exchanged; rows arrive rank by rank and are sorted once more for grouped GEMMs."""
+
+    def routed(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        flat = ids.view(-1)
+        counts = torch.histc(flat.float(), bins=E, min=0, max=E).long()
+        order = torch.argsort(flat, stable=True)
+        here = self.exchange(counts, None, None)
+        sent = counts.view(self.world, -1).sum(1).tolist()
+        received = here.view(self.world, -1).sum(1).tolist()
+        rows = self.exchange(x[order // self.k], received, sent)
+        number = torch.arange(E, device=x.device) % self.local
+        by = torch.argsort(torch.repeat_interleave(number, here), stable=True)
+        offsets = torch.cumsum(here.view(self.world, -1).sum(0), 0, dtype=torch.int32)
+        results = self.grouped(rows[by], offsets)
+        rows = self.exchange(torch.empty_like(results).index_put((by,), results), sent, received)
+        rows = rows * weights.view(-1)[order].unsqueeze(1)
+        return torch.zeros_like(x).index_add(0, order // self.k, rows)
+
+
+class Gathered(Block):
+    """Every rank gets all tokens, runs its own experts on them, and gives each rank its part of the sums."""
+
+    def mask(self, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """(local ids, weights), slots of other ranks' experts left out."""
+        first = self.rank * self.local
+        mine = (ids >= first) & (ids < first + self.local)
+        return torch.where(mine, ids - first, 0), torch.where(mine, weights, 0.0)
+
+    def routed(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        every = [funcol.all_gather_tensor(tensor, 0, self.group) for tensor in (x, ids, weights)]
+        local, masked = self.mask(every[1], every[2])
+        rows = self.gathered(every[0].repeat_interleave(self.k, 0), local.flatten()).view(-1, self.k, H)
+        return funcol.reduce_scatter_tensor((rows * masked.unsqueeze(-1)).sum(1), "sum", 0, self.group)
+
+
+class Summed(Block):
+    """Every rank has all tokens and sums what its own experts give over the ranks."""
+
+    def routed(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        first = self.rank * self.local
+        mine = (ids >= first) & (ids < first + self.local)
+        local, masked = torch.where(mine, ids - first, 0), torch.where(mine, weights, 0.0)
+        rows = self.gathered(x.repeat_interleave(self.k, 0), local.flatten()).view(-1, self.k, H)
+        return funcol.all_reduce((rows * masked.unsqueeze(-1)).sum(1), "sum", self.group)
+
+
+UNEVEN = (ByExpert, ByRank, InPlace, ByBlocks)
+"""Ranks may have different numbers of tokens."""
+
+EVEN = (Gathered, Summed)
+
+
+def alone(**changes: Any) -> Block:
+    """The block in one process."""
+    return Block(0, 1, **changes)
+
+
+def tokens(count: int, rank: int, step: int = 0) -> Tensor:
+    return torch.randn(count, H, generator=torch.Generator().manual_seed(100 * step + rank))

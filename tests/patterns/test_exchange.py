@@ -1,0 +1,215 @@
+"""Rows sent to the ranks of their experts and back: what is proved of them, and what must not be believed.
+
+Graphs are traced in one process, as a rank of torch's fake process group.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from moefuse.graph.capture import capture
+from moefuse.passes.canonicalize import canonicalize
+from moefuse.passes.lift import explain
+from moefuse.patterns.engine import Lifted, lift
+from moefuse.patterns.site import Site
+from moefuse.testing import fake_ep_group
+from tests.comm.spread_models import E, UNEVEN, H, Block, ByBlocks, ByExpert, ByRank, tokens
+
+
+class _Enough(Exception):
+    """The graph is there; the program needn't run."""
+
+
+def lifted(model: Callable[..., Any], *inputs: Tensor, dynamic: bool = True) -> Lifted:
+    """The one graph of a model, analysed."""
+    found: list[Lifted] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        captured = capture(gm, inputs)
+        canonicalize(captured.graph_module.graph, False)
+        found.append(lift(captured.graph_module.graph))
+        raise _Enough
+
+    flags = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+    torch._dynamo.reset()
+    with torch.no_grad(), torch._dynamo.config.patch(flags), pytest.raises(Exception, match="_Enough"):
+        torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)(*inputs)
+    (result,) = found
+    return result
+
+
+def site_of(model: Callable[..., Any], *inputs: Tensor, dynamic: bool = True) -> Site:
+    result = lifted(model, *inputs, dynamic=dynamic)
+    assert len(result.sites) == 1, "\n".join(map(explain, result.losses.values()))
+    return result.sites[0]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("form", UNEVEN)
+def test_the_layer_is_that_of_the_whole_group(form, rank) -> None:
+    with fake_ep_group(2, rank) as group:
+        site = site_of(form(rank, 2), tokens(7, rank))
+        again = site_of(form(rank, 2, seed=1), tokens(3, rank), dynamic=False)
+    ranks = site.layer.ranks
+    assert ranks is not None
+    assert (ranks.group, ranks.world, ranks.rank, ranks.experts) == (group, 2, rank, E // 2)
+    assert (site.spec.num_experts, site.spec.ep_world_size, site.spec.top_k) == (E, 2, 2)
+    assert site.spec.ids_checked
+    assert again.spec == site.spec
+
+
+@pytest.mark.parametrize(("world", "k", "count"), [(4, 2, 7), (4, 1, 1), (2, 1, 0), (2, 2, 1), (4, 3, 0), (2, 1, 5)])
+@pytest.mark.parametrize("form", [ByExpert, ByRank, ByBlocks])
+def test_edges_of_sizes(form, world, k, count) -> None:
+    """One expert per rank, one slot per token, one token, none: a frame is compiled anew for these on one rank alone."""
+    with fake_ep_group(world, world - 1):
+        spec = site_of(form(world - 1, world, k=k), tokens(count, 0)).spec
+    assert (spec.num_experts, spec.ep_world_size, spec.top_k) == (E, world, k)
+
+
+# --- what must not be believed ---------------------------------------------------------------------------
+
+
+class Changed(ByExpert):
+    """`ByExpert` in steps, each of which a test may change."""
+
+    def owner(self, experts: Tensor) -> Tensor:
+        return experts // self.local
+
+    def sent_rows(self, x: Tensor, order: Tensor) -> Tensor:
+        return x[order // self.k]
+
+    def number(self, here: Tensor) -> Tensor:
+        return here - self.rank * self.local
+
+    def sizes(self, sent: list[int], received: list[int]) -> tuple[list[int], list[int], list[int], list[int]]:
+        """Splits of the way there (received, sent) and back (received, sent)."""
+        return received, sent, sent, received
+
+    def result(self, rows: Tensor) -> Tensor:
+        return rows
+
+    def ids_to_send(self, experts: Tensor, other: Tensor) -> Tensor:
+        return experts
+
+    def routed(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        flat = ids.flatten()
+        order = flat.argsort(stable=True)
+        experts = flat[order]
+        counts = self.counts(self.owner(experts))
+        sent, received = counts.tolist(), self.exchange(counts, None, None).tolist()
+        there, back = self.sizes(sent, received)[:2], self.sizes(sent, received)[2:]
+        here = self.exchange(self.ids_to_send(experts, flat), *there)
+        rows = self.gathered(self.exchange(self.sent_rows(x, order), *there), self.number(here))
+        rows = self.exchange(self.result(rows), *back) * weights.flatten()[order, None]
+        return rows[order.argsort()].view(-1, self.k, H).sum(1)
+
+
+class OtherOwner(Changed):
+    def owner(self, experts: Tensor) -> Tensor:
+        return experts % self.world
+
+
+class ReversedOwner(Changed):
+    def owner(self, experts: Tensor) -> Tensor:
+        return self.world - 1 - experts // self.local
+
+
+class OtherNumber(Changed):
+    def number(self, here: Tensor) -> Tensor:
+        return here - self.rank * self.local + 1 - 2 * (here % 2)
+
+
+class NeighboursNumber(Changed):
+    def number(self, here: Tensor) -> Tensor:
+        return here - (1 - self.rank) * self.local
+
+
+class IdsInOtherOrder(Changed):
+    def ids_to_send(self, experts: Tensor, other: Tensor) -> Tensor:
+        return other
+
+
+class OtherIds(Changed):
+    def ids_to_send(self, experts: Tensor, other: Tensor) -> Tensor:
+        return self.local * self.rank + (experts + 1) % self.local
+
+
+class UnsortedRows(Changed):
+    def sent_rows(self, x: Tensor, order: Tensor) -> Tensor:
+        return x.repeat_interleave(self.k, 0)
+
+
+class SwappedOnTheWayBack(Changed):
+    def sizes(self, sent: list[int], received: list[int]) -> tuple[list[int], ...]:
+        return received, sent, sent[::-1], received[::-1]
+
+
+class OwnScale(Changed):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.scale = torch.nn.Parameter(torch.randn(H))
+
+    def result(self, rows: Tensor) -> Tensor:
+        return rows * self.scale
+
+
+class PlacesOfAnotherRank(Changed):
+    """The receiver looks up its own tokens by the places that the sender's rows have there."""
+
+    def routed(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        flat = ids.flatten()
+        order = flat.argsort(stable=True)
+        counts = self.counts(flat[order] // self.local)
+        sent, received = counts.tolist(), self.exchange(counts, None, None).tolist()
+        here = self.exchange(flat[order], received, sent)
+        places = self.exchange(order // self.k, received, sent)
+        rows = self.gathered(x[places % x.shape[0]], here - self.rank * self.local)
+        rows = self.exchange(rows, sent, received) * weights.flatten()[order, None]
+        return rows[order.argsort()].view(-1, self.k, H).sum(1)
+
+
+WRONG: dict[type[Block], str] = {
+    OtherOwner: "their pieces count",
+    ReversedOwner: "their pieces count",
+    OtherNumber: "",
+    NeighboursNumber: "",
+    IdsInOtherOrder: "neither in the order of a sort by expert",
+    OtherIds: "",
+    UnsortedRows: "",
+    SwappedOnTheWayBack: "isn't that of the experts of rank 0",
+    OwnScale: "which each rank has for itself, takes part in the rows of all ranks",
+    PlacesOfAnotherRank: "",
+}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("form", WRONG)
+def test_what_is_not_proved_is_not_a_layer_of_the_group(form, rank) -> None:
+    with fake_ep_group(2, rank):
+        result = lifted(form(rank, 2), tokens(7, rank))
+    assert not [site for site in result.sites if site.layer.ranks is not None]
+    assert WRONG[form] in "\n".join(map(explain, result.losses.values()))
+
+
+def test_the_steps_unchanged_are_a_layer() -> None:
+    with fake_ep_group(2, 1):
+        assert site_of(Changed(1, 2), tokens(7, 1)).spec.ep_world_size == 2
+
+
+def test_sums_over_tensor_parallel_ranks_are_named() -> None:
+    import torch.distributed._functional_collectives as funcol
+
+    class Sharded(Changed):
+        def result(self, rows: Tensor) -> Tensor:
+            return funcol.all_reduce(rows, "sum", self.group)
+
+    with fake_ep_group(2, 1):
+        result = lifted(Sharded(1, 2), tokens(7, 1))
+    assert not [site for site in result.sites if site.layer.ranks is not None]
+    assert "all_reduce" in "\n".join(map(explain, result.losses.values()))
