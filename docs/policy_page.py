@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from moefuse import policy, targets
-from moefuse.policy import Check
+from moefuse.policy import Check, spread
 
+COLUMNS = "| check | reads | says when it fails |\n|---|---|---|\n"
 PAGE = Path(__file__).with_name("policy.md")
 HEAD = """# Policy reference
 
@@ -24,8 +25,10 @@ def page() -> str:
     """The whole page."""
     parts = [HEAD]
     for target in targets.names():
-        parts.append(f"\n## Target `{target}`\n\n| check | reads | says when it fails |\n|---|---|---|\n")
+        parts.append(f"\n## Target `{target}`\n\n{COLUMNS}")
         parts += [_row(check) for check in policy.checks_of(target)]
+    parts.append(f"\n## Experts spread over ranks\n\nAsked after the target's.\n\n{COLUMNS}")
+    parts += [_row(check) for check in spread.CHECKS]
     return "".join(parts)
 
 

@@ -56,6 +56,7 @@ class SpreadLayer(MoeSpec):
 
 
 def _capacity(layer: SpreadLayer) -> str:
+    """No context can hold the layer: the text names the number, and what was expected."""
     try:
         layer.capacity()
     except ContextError as error:
@@ -64,6 +65,7 @@ def _capacity(layer: SpreadLayer) -> str:
 
 
 def _group(layer: SpreadLayer) -> str:
+    """Its rows travel over another group than the option says."""
     if layer.ep_group in ("", layer.group):
         return ""
     return f"its rows travel over group {layer.group!r}, the option ep_group is {layer.ep_group!r}"

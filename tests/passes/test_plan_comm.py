@@ -1,0 +1,199 @@
+"""What is decided about layers whose rows travel, in one process: policy, options, the graph, the report."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import moefuse
+from moefuse import policy
+from moefuse.graph.capture import capture
+from moefuse.options import OptionError, Options
+from moefuse.passes import pipeline
+from moefuse.passes.pipeline import FuseResult
+from moefuse.policy.spread import Terms
+from moefuse.testing import fake_ep_group
+from tests.comm.spread_models import Block, ByExpert, E, Gathered, Summed, tokens
+
+
+class _Enough(Exception):
+    """The graph is there; the program needn't run."""
+
+
+def planned(model: Any, contact: Any = "draw", *, grad: bool = False, **options: Any) -> FuseResult:
+    """What the passes make of the one graph of a model."""
+    found: list[FuseResult] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        captured = capture(gm, inputs)
+        parsed = Options.parse(options)
+        found.append(
+            pipeline.run(
+                captured.graph_module,
+                captured.parameters,
+                parsed,
+                training=captured.training,
+                contact=contact,
+            )
+        )
+        raise _Enough
+
+    flags = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+    torch._dynamo.reset()
+    with (
+        torch.set_grad_enabled(grad),
+        torch._dynamo.config.patch(flags),
+        pytest.raises(Exception, match="_Enough"),
+    ):
+        torch.compile(model, backend=backend, fullgraph=True, dynamic=True)(tokens(7, 0))
+    return found[0]
+
+
+def collectives(result: FuseResult) -> list[str]:
+    names = [str(node.target) for node in result.graph_module.graph.nodes if "_c10d" in str(node.target)]
+    return [name.split(".")[1] for name in names if "wait" not in name]
+
+
+WAYS = [(ByExpert, "4 all_to_all_single"), (Gathered, "3 all_gather_into_tensor")]
+
+
+class Twice(torch.nn.Module):
+    def __init__(self, form: type[Block]) -> None:
+        super().__init__()
+        self.a, self.b = form(1, 2), form(1, 2, seed=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x))
+
+
+@pytest.mark.parametrize(("form", "absorbed"), WAYS)
+def test_no_collective_is_left_and_one_context_serves_all_layers(form, absorbed) -> None:
+    with fake_ep_group(2, 1):
+        result = planned(Twice(form))
+    assert [layer.fused for layer in result.layers] == [True, True]
+    assert collectives(result) == []
+    assert all(absorbed in layer.comm for layer in result.layers)
+    graph = result.graph_module.graph
+    (context,) = graph.find_nodes(op="call_function", target=torch.ops.moefuse.ep_context.default)
+    nodes = graph.find_nodes(op="call_function", target=torch.ops.moefuse.mega_moe.ep)
+    assert [node.args[0] for node in nodes] == [context, context]
+    assert [node.kwargs["num_experts"] for node in nodes] == [E, E]
+
+
+def test_a_sum_of_all_ranks_parts_stays_once() -> None:
+    with fake_ep_group(2, 1):
+        result = planned(Twice(Summed))
+    assert [layer.fused for layer in result.layers] == [True, True]
+    assert collectives(result) == ["all_reduce", "all_reduce"]
+    assert all("it stays, once" in layer.comm for layer in result.layers)
+
+
+class NotLeftOut(Gathered):
+    """Slots of other experts count for expert 0, with their weights."""
+
+    def mask(self, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first = self.rank * self.local
+        return torch.where((ids >= first) & (ids < first + self.local), ids - first, 0), weights * 1.0
+
+
+class OneTooMany(Gathered):
+    def mask(self, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first = self.rank * self.local
+        mine = (ids >= first - 1) & (ids < first + self.local)
+        return torch.where(mine, (ids - first).clamp(min=0), 0), torch.where(mine, weights, 0.0)
+
+
+class WeightsChanged(Gathered):
+    def mask(self, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, weights = super().mask(ids, weights)
+        return ids, weights.clamp(max=0.5)
+
+
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [
+        (NotLeftOut, "slots of other ranks' experts are not left out"),
+        (OneTooMany, "slots of other ranks' experts are not left out"),
+        (WeightsChanged, "isn't the gathered routing weight"),
+    ],
+)
+def test_gathered_tokens_that_are_not_masked_right_stay_gathered(form, reason) -> None:
+    """This rank's experts are still one node; the collectives around it run as they did."""
+    with fake_ep_group(2, 1):
+        result = planned(form(1, 2))
+    (layer,) = result.layers
+    assert reason in layer.comm
+    assert layer.spec is not None
+    assert (layer.fused, layer.spec.ep_world_size) == (True, 1)
+    assert sorted(set(collectives(result))) == ["all_gather_into_tensor", "reduce_scatter_tensor"]
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"contact": "refuse"}, "ep_context", "makes no contexts"),
+    ({"grad": True}, "ep_training", "gradients are wanted"),
+    ({"ep_max_tokens": 2**30}, "ep_capacity", "max_tokens_per_rank"),
+    ({"exclude": ["*"]}, "exclude", "exclude='*'"),
+    ({"verify": True}, "ep_verify", "would wait for it"),
+]
+
+
+@pytest.mark.parametrize(("how", "check", "reason"), REFUSED, ids=[check for _, check, _ in REFUSED])
+def test_a_refused_layer_keeps_its_collectives(how, check, reason) -> None:
+    with fake_ep_group(2, 1):
+        result = planned(ByExpert(1, 2), **how)
+    (layer,) = result.layers
+    assert (layer.fused, layer.check) == (False, check)
+    assert reason in layer.reason
+    assert collectives(result) == ["all_to_all_single"] * 4
+
+
+def test_the_group_may_be_given() -> None:
+    with fake_ep_group(2, 1) as name:
+        other = torch.distributed.new_group([0, 1])
+        own = planned(ByExpert(1, 2), ep_group=name)
+        result = planned(ByExpert(1, 2), ep_group=other)
+        for wrong in ("no such group", 3):
+            with pytest.raises(
+                OptionError, match="expected a process group that this rank is in, or its name, got"
+            ):
+                Options.parse({"ep_group": wrong})
+    assert own.layers[0].fused
+    assert result.layers[0].check == "ep_group"
+    assert f"travel over group {name!r}, the option ep_group is" in result.layers[0].reason
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "8"])
+def test_a_number_of_tokens_is_positive(wrong) -> None:
+    with pytest.raises(OptionError, match="expected a positive integer, got"):
+        Options.parse({"ep_max_tokens": wrong})
+
+
+def test_policy_asks_only_what_is_equal_on_all_ranks() -> None:
+    with fake_ep_group(2, 1):
+        spec = planned(ByExpert(1, 2)).layers[0].spec
+    assert spec is not None
+    assert policy.decide_spread(spec, Terms("g", "", 16)).ok
+    refused = {
+        "ep_capacity": replace(spec, ep_world_size=3),
+        "ep_target": replace(spec, device="npu:0"),
+        "expert_dtype": replace(spec, expert_dtype=torch.int8),
+    }
+    for check, changed in refused.items():
+        target = "reference" if check != "ep_target" else "auto"
+        decision = policy.decide_spread(changed, Terms("g", "", 16), target=target)
+        assert not decision.ok
+        assert decision.verdict.check in (check, "target")
+
+
+def test_the_node_says_where_its_context_comes_from() -> None:
+    with pytest.raises(RuntimeError, match="it is made when backend='moefuse' compiles the model"):
+        torch.ops.moefuse.ep_context("nothing")
+
+
+def test_explain_draws_the_node_and_asks_nobody() -> None:
+    with fake_ep_group(2, 1), torch._dynamo.config.patch(capture_scalar_outputs=True), torch.no_grad():
+        report = moefuse.explain(Gathered(1, 2), tokens(6, 0))
+    assert report.fused == 1
+    assert report.graphs[0].contexts == ()
+    assert "rows travel inside the node" in str(report)
