@@ -76,6 +76,18 @@ CALLS: dict[str, Callable[..., Any]] = {
         row_index=(POSITION // 2).long(),
         output_bs=6,
     ),
+    "gmm swiglu quant v1": lambda: npu.npu_grouped_matmul_swiglu_quant(
+        ROWS.to(torch.int8), torch.ones(8, 16, 4, dtype=torch.int8), GROUPS, torch.ones(8, 4), torch.ones(12)
+    ),
+    "dynamic quant int4": lambda: npu.npu_dynamic_quant(ROWS, dst_type=16),
+    "dispatch": lambda: npu.npu_moe_distribute_dispatch(X, IDS, "g", 1, 0, 8, quant_mode=2),
+    "dispatch v2": lambda: npu.npu_moe_distribute_dispatch_v2(X, IDS, "g", 1, 0, 8),
+    "combine": lambda: npu.npu_moe_distribute_combine(
+        ROWS, IDS, POSITION, POSITION, torch.ones(6, 2), "g", 1, 0, 8
+    ),
+    "combine v2": lambda: npu.npu_moe_distribute_combine_v2(
+        ROWS, IDS, POSITION, POSITION, torch.ones(6, 2), "g", 1, 0, 8
+    ),
     "re routing": lambda: npu.npu_moe_re_routing(ROWS, torch.full((3, 2), 2, dtype=torch.int32)),
     "finalize": lambda: npu.npu_moe_finalize_routing(
         ROWS, None, None, None, torch.ones(6, 2).bfloat16(), POSITION, None, 2

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from moefuse.testing.npu_reference_kernels import experts, fused, quant, routing
+from moefuse.testing.npu_reference_kernels import communication, experts, fused, quant, routing
 from moefuse.testing.npu_reference_kernels.schemas import SCHEMAS
 
 __all__ = ["KERNELS", "install"]
@@ -24,6 +24,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "npu_moe_gating_top_k": routing.gating_top_k,
     "npu_moe_init_routing": routing.init_routing,
     "npu_moe_init_routing_v2": routing.init_routing_v2,
+    "npu_moe_init_routing_quant": routing.init_routing_quant,
     "npu_moe_compute_expert_tokens": routing.compute_expert_tokens,
     "npu_moe_token_permute": routing.token_permute,
     "npu_grouped_matmul": experts.grouped_matmul,
@@ -33,8 +34,13 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "npu_dequant_swiglu_quant": quant.dequant_swiglu_quant,
     "npu_swiglu_quant": fused.swiglu_quant,
     "npu_grouped_matmul_swiglu_quant_v2": fused.grouped_matmul_swiglu_quant_v2,
+    "npu_grouped_matmul_swiglu_quant": fused.grouped_matmul_swiglu_quant,
     "npu_grouped_matmul_finalize_routing": fused.grouped_matmul_finalize_routing,
     "npu_moe_re_routing": fused.re_routing,
+    "npu_moe_distribute_dispatch": communication.distribute_dispatch,
+    "npu_moe_distribute_dispatch_v2": communication.distribute_dispatch_v2,
+    "npu_moe_distribute_combine": communication.distribute_combine,
+    "npu_moe_distribute_combine_v2": communication.distribute_combine_v2,
     "npu_moe_finalize_routing": routing.finalize_routing,
     "npu_moe_token_unpermute": routing.token_unpermute,
 }
@@ -56,7 +62,9 @@ def install() -> torch.library.Library:
             )
         for schema in SCHEMAS:
             name = library.define(schema)
-            torch.library.register_fake(f"npu::{name}", KERNELS[name], lib=library)
+            torch.library.register_fake(
+                f"npu::{name}", communication.SHAPES.get(name, KERNELS[name]), lib=library
+            )
     for name, kernel in KERNELS.items():
         library.impl(name, kernel, "CPU")
     return library

@@ -1,6 +1,7 @@
 """Reference kernels of the grouped matmul and the gated activation.
 
 In: CPU tensors. Out: products computed in float64 and rounded once, so that rounding is never the kernel's fault.
+Int4 values come packed, eight to an int32 (see quant.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moefuse.testing.npu_reference_kernels.checks import UNDEFINED, absent, only
+from moefuse.testing.npu_reference_kernels.quant import unpacked
 
 _ACTIVATIONS: dict[int, Callable[[Tensor], Tensor]] = {
     0: lambda y: y,
@@ -55,8 +57,14 @@ def grouped_matmul(
     """One product per group of rows of x[0]. Rows after the last group are unwritten.
 
     group_list holds the end of each group (group_list_type 0) or its size (1). weight: one [E, K, N] tensor or E
-    tensors [K, N]; scales and biases [E, N] or E tensors [N]. (x @ w + bias) * scale * per_token_scale for int8,
-    x @ ((w + antiquant_offset) * antiquant_scale) + bias for weights alone quantised.
+    tensors [K, N]; scales [E, N], or [E, G, N] with one row per K / G inputs, or one such tensor per group. By the
+    dtypes of rows and weight, with s the scale and p the scale per row::
+
+        float, float       x @ w + bias
+        float, int8/int4   x @ ((w + antiquant_offset) * antiquant_scale) + bias
+        int8, int8         (x @ w + bias) * s * p with an int32 bias, x @ w * s * p + bias with a float one
+        int8, int4         ((x - 8) @ (w * s) + bias) * p: bias makes up for the 8
+        int4, int4         x @ (w * s) * p
     """
     name = "npu_grouped_matmul"
     absent(
@@ -85,13 +93,24 @@ def grouped_matmul(
     ends = group_list if group_list_type == 0 else group_list.cumsum(0)
     group = torch.searchsorted(ends, torch.arange(rows.shape[0], dtype=ends.dtype), right=True)
     used, group = group < weights.shape[0], group.clamp(max=weights.shape[0] - 1)
-    y = _product(rows, weights, group, antiquant_scale, antiquant_offset)
-    if (biases := _stacked(bias)) is not None:
-        y = y + biases.double()[group]
-    if (scales := _stacked(scale)) is not None:
-        y = y * decoded(scales).double()[group]
-    if per_token_scale is not None:
-        y = y * per_token_scale[0].double().unsqueeze(1)
+    packed = weights.dtype == torch.int32
+    shift = 8 if packed and rows.dtype == torch.int8 else 0
+    left = (unpacked(rows) if rows.dtype == torch.int32 else rows).double() - shift
+    right = (unpacked(weights) if packed else weights).double()
+    for value, apply in ((antiquant_offset, torch.add), (antiquant_scale, torch.mul), (scale, torch.mul)):
+        if (tensor := _stacked(value)) is not None:
+            right = apply(right, _per_input(decoded(tensor).double(), right.shape[1]))
+    y = torch.einsum("mk,mkn->mn", left, right[group])
+    biases = _stacked(bias)
+    per_row = torch.ones(()).double() if per_token_scale is None else per_token_scale[0].double().unsqueeze(1)
+    if biases is not None and biases.dtype == torch.int32:
+        factor = _stacked(scale)
+        biases = biases.double() if factor is None else biases.double() * decoded(factor).double()
+        y = (y + biases[group]) * per_row
+    elif biases is not None:
+        y = (y + biases.double()[group]) * per_row if shift else y * per_row + biases.double()[group]
+    else:
+        y = y * per_row
     y = _ACTIVATIONS[act_type or 0](y)
     result = rows.dtype if output_dtype is None else _dtype(output_dtype)
     if result.is_floating_point:
@@ -113,19 +132,11 @@ def grouped_matmul_list(
     return grouped_matmul(x, weight, group_list=ends, output_dtype=code, **options)
 
 
-def _product(
-    rows: Tensor,
-    weights: Tensor,
-    group: Tensor,
-    scale: Sequence[Tensor] | None,
-    offset: Sequence[Tensor] | None,
-) -> Tensor:
-    each = weights.double()
-    if (offsets := _stacked(offset)) is not None:
-        each = each + offsets.double().unsqueeze(1)
-    if (scales := _stacked(scale)) is not None:
-        each = each * scales.double().unsqueeze(1)
-    return torch.einsum("mk,mkn->mn", rows.double(), each[group])
+def _per_input(scale: Tensor, inputs: int) -> Tensor:
+    """[E, N] or [E, G, N] as what multiplies [E, K, N]: one row for all inputs, or one per group of K / G."""
+    if scale.dim() == 2:
+        return scale.unsqueeze(1)
+    return scale.repeat_interleave(inputs // scale.shape[1], dim=1)
 
 
 def _stacked(tensors: Sequence[Tensor] | None) -> Tensor | None:

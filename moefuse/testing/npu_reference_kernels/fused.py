@@ -60,10 +60,14 @@ def grouped_matmul_swiglu_quant_v2(
     tuning_config: list[int] | None = None,
     **dtypes: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """int8 rows times each group's int8 weight, scaled, silu(first half) * second half, int8 per row."""
+    """int8 rows times each group's int8 or int4 weight, scaled, silu(first half) * second half, int8 per row.
+
+    int4 weights need the assist matrix, which makes up for the 8 that is taken off the rows (see grouped_matmul);
+    dequant_mode 1: their scales are [E, G, N].
+    """
     name = "npu_grouped_matmul_swiglu_quant_v2"
-    absent(name, smooth_scale=smooth_scale, weight_assist_matrix=weight_assist_matrix, bias=bias)
-    only(name, "dequant_mode", dequant_mode, 0)
+    absent(name, smooth_scale=smooth_scale, bias=bias)
+    only(name, "dequant_mode", dequant_mode, 0, 1)
     only(name, "dequant_dtype", dequant_dtype, 6)
     only(name, "quant_mode", quant_mode, 0)
     only(name, "quant_dtype", quant_dtype, 1)
@@ -72,6 +76,7 @@ def grouped_matmul_swiglu_quant_v2(
     (product,) = grouped_matmul(
         [x],
         weight,
+        bias=weight_assist_matrix,
         scale=weight_scale,
         per_token_scale=[x_scale],
         group_list=group_list,
@@ -83,6 +88,22 @@ def grouped_matmul_swiglu_quant_v2(
     gate, up = product.chunk(2, dim=-1)
     rows, scales = dynamic_int8(torch.nan_to_num(F.silu(gate) * up))
     return rows, scales.masked_fill(product.isnan().any(-1), UNDEFINED)
+
+
+def grouped_matmul_swiglu_quant(
+    x: Tensor,
+    weight: Tensor,
+    group_list: Tensor,
+    weight_scale: Tensor,
+    x_scale: Tensor,
+    *,
+    bias: Tensor | None = None,
+    offset: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The older form: one weight, ends of groups; the third output, the offsets, is unwritten."""
+    absent("npu_grouped_matmul_swiglu_quant", bias=bias, offset=offset)
+    rows, scales = grouped_matmul_swiglu_quant_v2(x, [weight], [weight_scale], x_scale, group_list)
+    return rows, scales, scales.new_full((), UNDEFINED)
 
 
 def grouped_matmul_finalize_routing(
@@ -107,10 +128,11 @@ def grouped_matmul_finalize_routing(
 ) -> Tensor:
     """The grouped product, each row times its logit, added to row row_index of the output, in float32.
 
-    shared_input is added from row shared_input_offset on, times shared_input_weight.
+    int4 weights need scales [E, G, N] and the bias that makes up for the 8 (see grouped_matmul). shared_input is added
+    from row shared_input_offset on, times shared_input_weight.
     """
     name = "npu_grouped_matmul_finalize_routing"
-    absent(name, offset=offset, bias=bias)
+    absent(name, offset=offset)
     only(name, "dtype", dtype, None, torch.float32)
     _no_other_dtypes(name, dtypes)
     if scale is None or row_index is None:
@@ -118,6 +140,7 @@ def grouped_matmul_finalize_routing(
     (product,) = grouped_matmul(
         [x],
         [w],
+        bias=None if bias is None else [bias],
         scale=[scale],
         per_token_scale=None if pertoken_scale is None else [pertoken_scale],
         group_list=group_list,

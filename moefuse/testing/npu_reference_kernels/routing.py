@@ -132,6 +132,44 @@ def init_routing_v2(
     return rows[:kept], row_idx, counts, scales[:kept]
 
 
+def init_routing_quant(
+    x: Tensor,
+    expert_idx: Tensor,
+    *,
+    scale: Tensor | None = None,
+    offset: Tensor | None = None,
+    active_num: int = 1024,
+    expert_capacity: int = 0,
+    expert_num: int = 256,
+    drop_pad_mode: int = 0,
+    expert_tokens_num_mode: int = 0,
+    expert_tokens_before_capacity_flag: bool = False,
+    quant_mode: int = 1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """int8 rows in expert order, the row of each slot, tokens per expert, unwritten, the scale of each row.
+
+    Tokens per expert: none (expert_tokens_num_mode 0), running (1), counts (2). active_num cuts rows off the end.
+    """
+    name = "npu_moe_init_routing_quant"
+    only(name, "quant_mode", quant_mode, 1)
+    only(name, "expert_tokens_num_mode", expert_tokens_num_mode, 0, 1, 2)
+    only(name, "expert_tokens_before_capacity_flag", expert_tokens_before_capacity_flag, False)
+    rows, row_idx, counts, scales = init_routing_v2(
+        x,
+        expert_idx,
+        scale=scale,
+        offset=offset,
+        active_num=active_num,
+        expert_num=expert_num,
+        drop_pad_mode=drop_pad_mode,
+        expert_tokens_num_type=0 if expert_tokens_num_mode == 1 else 1,
+        expert_tokens_num_flag=expert_tokens_num_mode > 0,
+        quant_mode=1,
+    )
+    counts = counts.int() if expert_tokens_num_mode else counts.new_zeros(0, dtype=torch.int32)
+    return rows, row_idx, counts, counts.new_zeros(0), scales
+
+
 def compute_expert_tokens(sorted_expert_for_source_row: Tensor, num_expert: int) -> Tensor:
     """How many of the sorted ids are at most e, for each expert e."""
     experts = torch.arange(num_expert, dtype=sorted_expert_for_source_row.dtype)

@@ -17,6 +17,11 @@ npu_moe_init_routing_v2(Tensor x, Tensor expert_idx, *, Tensor? scale=None, Tens
     bool expert_tokens_num_flag=False, int quant_mode=-1, int[2] active_expert_range=[], int row_idx_type=0,
     int? x_dtype=None) -> (Tensor, Tensor, Tensor, Tensor)
 
+npu_moe_init_routing_quant(Tensor x, Tensor expert_idx, *, Tensor? scale=None, Tensor? offset=None,
+    int active_num=1024, int expert_capacity=0, int expert_num=256, int drop_pad_mode=0,
+    int expert_tokens_num_mode=0, bool expert_tokens_before_capacity_flag=False, int quant_mode=1)
+    -> (Tensor, Tensor, Tensor, Tensor, Tensor)
+
 npu_moe_compute_expert_tokens(Tensor sorted_expert_for_source_row, int num_expert) -> Tensor
 
 npu_moe_token_permute(Tensor tokens, Tensor indices, int? num_out_tokens=None, bool padded_mode=False)
@@ -55,6 +60,9 @@ npu_grouped_matmul_swiglu_quant_v2(Tensor x, Tensor[] weight, Tensor[] weight_sc
     int[]? tuning_config=None, int? x_dtype=None, int? weight_dtype=None, int? weight_scale_dtype=None,
     int? x_scale_dtype=None) -> (Tensor, Tensor)
 
+npu_grouped_matmul_swiglu_quant(Tensor x, Tensor weight, Tensor group_list, Tensor weight_scale, Tensor x_scale, *,
+    Tensor? bias=None, Tensor? offset=None) -> (Tensor, Tensor, Tensor)
+
 npu_grouped_matmul_finalize_routing(Tensor x, Tensor w, Tensor group_list, *, Tensor? scale=None,
     Tensor? bias=None, Tensor? offset=None, Tensor? pertoken_scale=None, Tensor? shared_input=None,
     Tensor? logit=None, Tensor? row_index=None, ScalarType? dtype=None, float? shared_input_weight=1.,
@@ -63,6 +71,37 @@ npu_grouped_matmul_finalize_routing(Tensor x, Tensor w, Tensor group_list, *, Te
 
 npu_moe_re_routing(Tensor tokens, Tensor expert_token_num_per_rank, *, Tensor? per_token_scales=None,
     int expert_token_num_type=1, int idx_type=0, int? tokens_dtype=None) -> (Tensor, Tensor, Tensor, Tensor)
+
+npu_moe_distribute_dispatch(Tensor x, Tensor expert_ids, str group_ep, int ep_world_size, int ep_rank_id,
+    int moe_expert_num, *, Tensor? scales=None, Tensor? x_active_mask=None, Tensor? expert_scales=None,
+    str group_tp="", int tp_world_size=0, int tp_rank_id=0, int expert_shard_type=0, int shared_expert_num=1,
+    int shared_expert_rank_num=0, int quant_mode=0, int global_bs=0, int expert_token_nums_type=1)
+    -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
+
+npu_moe_distribute_dispatch_v2(Tensor x, Tensor expert_ids, str group_ep, int ep_world_size, int ep_rank_id,
+    int moe_expert_num, *, Tensor? scales=None, Tensor? x_active_mask=None, Tensor? expert_scales=None,
+    Tensor? elastic_info=None, Tensor? performance_info=None, str group_tp="", int tp_world_size=0,
+    int tp_rank_id=0, int expert_shard_type=0, int shared_expert_num=1, int shared_expert_rank_num=0,
+    int quant_mode=0, int global_bs=0, int expert_token_nums_type=1, str comm_alg="", int zero_expert_num=0,
+    int copy_expert_num=0, int const_expert_num=0, int? y_dtype=None, int? x_dtype=None, int? scales_dtype=None)
+    -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)
+
+npu_moe_distribute_combine(Tensor expand_x, Tensor expert_ids, Tensor expand_idx, Tensor ep_send_counts,
+    Tensor expert_scales, str group_ep, int ep_world_size, int ep_rank_id, int moe_expert_num, *,
+    Tensor? tp_send_counts=None, Tensor? x_active_mask=None, Tensor? activation_scale=None,
+    Tensor? weight_scale=None, Tensor? group_list=None, Tensor? expand_scales=None, Tensor? shared_expert_x=None,
+    str group_tp="", int tp_world_size=0, int tp_rank_id=0, int expert_shard_type=0, int shared_expert_num=1,
+    int shared_expert_rank_num=0, int global_bs=0, int out_dtype=0, int comm_quant_mode=0, int group_list_type=0)
+    -> Tensor
+
+npu_moe_distribute_combine_v2(Tensor expand_x, Tensor expert_ids, Tensor assist_info_for_combine,
+    Tensor ep_send_counts, Tensor expert_scales, str group_ep, int ep_world_size, int ep_rank_id,
+    int moe_expert_num, *, Tensor? tp_send_counts=None, Tensor? x_active_mask=None, Tensor? expand_scales=None,
+    Tensor? shared_expert_x=None, Tensor? elastic_info=None, Tensor? ori_x=None, Tensor? const_expert_alpha_1=None,
+    Tensor? const_expert_alpha_2=None, Tensor? const_expert_v=None, Tensor? performance_info=None,
+    str group_tp="", int tp_world_size=0, int tp_rank_id=0, int expert_shard_type=0, int shared_expert_num=1,
+    int shared_expert_rank_num=0, int global_bs=0, int comm_quant_mode=0, str comm_alg="", int zero_expert_num=0,
+    int copy_expert_num=0, int const_expert_num=0) -> Tensor
 
 npu_moe_finalize_routing(Tensor expanded_permuted_rows, Tensor? skip1, Tensor? skip2, Tensor? bias, Tensor? scales,
     Tensor expanded_src_to_dst_row, Tensor? export_for_source_row, int? drop_pad_mode=0, int? k=1) -> Tensor
