@@ -108,13 +108,13 @@ def expert_rows(
     if tensors.bias2:
         out = _biased(out, tensors.bias2[0])
     out = normalised(out, tensors.row_scale[0] if tensors.row_scale else None, options)
-    return _weighted(out, weights, options, dtype)
+    return weighted(out, weights, options, dtype)
 
 
 def identity_rows(x: Tensor, weights: Tensor, options: Options, dtype: torch.dtype) -> Tensor:
     """What the identity experts add to their tokens: x [n, H] times weights [n], rounded as an expert's rows are."""
     rows = x if options.weight_position == "output" else scale_rows(x, weights)
-    return _weighted(rows, weights, options, dtype)
+    return weighted(rows, weights, options, dtype)
 
 
 def identity_ids(topk_ids: Tensor, options: Options) -> Tensor:
@@ -123,7 +123,8 @@ def identity_ids(topk_ids: Tensor, options: Options) -> Tensor:
     return (topk_ids >= first) & (topk_ids < first + options.num_identity_experts)
 
 
-def _weighted(rows: Tensor, weights: Tensor, options: Options, dtype: torch.dtype) -> Tensor:
+def weighted(rows: Tensor, weights: Tensor, options: Options, dtype: torch.dtype) -> Tensor:
+    """Rows [n, O] as terms of a sum in `dtype`: times their routing weights [n] where those multiply at the output."""
     rows = rows.to(dtype)
     if options.weight_position == "output":
         rows = rows * weights.to(dtype).unsqueeze(1)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moefuse.ops.operands import Operands
 from moefuse.ops.options import Options
+from moefuse.ops.quantised import Quantisation
 
 
 class Kernel(Protocol):
@@ -43,6 +44,33 @@ def kernel(name: str) -> Kernel:
     if name not in _KERNELS:
         raise ValueError(f"mega_moe: target: expected one of {sorted(_KERNELS)}, got {name!r}")
     return _KERNELS[name]
+
+
+class QuantKernel(Protocol):
+    """Computes one layer of quantised experts. All but the ids was checked by the operator."""
+
+    def __call__(
+        self, context: Tensor | None, operands: Operands, options: Options, quantisation: Quantisation
+    ) -> tuple[Tensor, Tensor]:
+        """Returns y [T, O] and expert_token_nums [local experts] int32."""
+        ...
+
+
+_QUANT_KERNELS: dict[str, QuantKernel] = {}
+
+
+def register_quant_kernel(name: str, kernel: QuantKernel) -> None:
+    """Make `kernel` answer mega_moe.quant(target=name). The last registration holds."""
+    _QUANT_KERNELS[name] = kernel
+
+
+def quant_kernel(name: str) -> QuantKernel:
+    """The kernel of a target for quantised experts. Raises ValueError listing the known names."""
+    if name not in _QUANT_KERNELS:
+        import_module("moefuse.targets")
+    if name not in _QUANT_KERNELS:
+        raise ValueError(f"mega_moe.quant: target: expected one of {sorted(_QUANT_KERNELS)}, got {name!r}")
+    return _QUANT_KERNELS[name]
 
 
 class Communicator(Protocol):

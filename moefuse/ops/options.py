@@ -17,6 +17,8 @@ GATE_UPS: frozenset[str] = frozenset(get_args(GateUp))
 WEIGHT_POSITIONS: frozenset[str] = frozenset(get_args(WeightPosition))
 ROW_NORMS: frozenset[str] = frozenset(get_args(RowNorm))
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+PACKED = 8
+"""int4 values in an int32."""
 _FLOAT_NAMES = ", ".join(str(dtype) for dtype in FLOATS)
 
 
@@ -48,16 +50,26 @@ class Options(NamedTuple):
         }
         return tuple(name for name, is_set in used.items() if is_set)
 
+    def inner(self, operands: Operands) -> int:
+        """I, the number of features between both GEMMs."""
+        weight = operands.weight2[0]
+        if self.transpose_weight2:
+            return weight.shape[-1]
+        return weight.shape[-2]
+
     @property
     def local_experts(self) -> int:
         """Experts whose weights this rank holds."""
         return self.num_experts // self.ep_world_size
 
 
-def check_arguments(operands: Operands, options: Options) -> int:
+def check_arguments(
+    operands: Operands, options: Options, weight_dtypes: tuple[torch.dtype, ...] = FLOATS
+) -> int:
     """Check shapes and dtypes; returns O, the number of output features.
 
-    The token count may be symbolic: it is compared, never fixed. Raises ValueError or TypeError.
+    The token count may be symbolic: it is compared, never fixed. weight_dtypes: those of the layer's weights; an int32
+    holds eight int4 values of neighbouring output features. Raises ValueError or TypeError.
     """
     x, topk_ids, topk_weights, weight1, weight2, bias1, bias2, row_scale = operands
     _check_options(options)
@@ -66,7 +78,7 @@ def check_arguments(operands: Operands, options: Options) -> int:
     hidden = x.shape[1]
     parts = 2 if options.gate_up == "separate" else 1
     out1, in1 = (0, 1) if options.transpose_weight1 else (1, 0)
-    rows1, columns1 = _expert_shape("weight1", weight1, parts, experts)
+    rows1, columns1 = expert_shape("weight1", weight1, parts, experts, weight_dtypes, out1)
     if (rows1, columns1)[in1] != hidden:
         layout = "[.., N, H]" if options.transpose_weight1 else "[.., H, N]"
         raise ValueError(
@@ -78,7 +90,7 @@ def check_arguments(operands: Operands, options: Options) -> int:
         raise ValueError(f"mega_moe: weight1: gate_up={options.gate_up!r} needs an even N, got {n}")
     inner = n if parts == 2 or options.gate_up == "none" else n // 2
     out2, in2 = (0, 1) if options.transpose_weight2 else (1, 0)
-    shape2 = _expert_shape("weight2", weight2, 1, experts)
+    shape2 = expert_shape("weight2", weight2, 1, experts, weight_dtypes, out2)
     if shape2[in2] != inner:
         layout = "[.., O, I]" if options.transpose_weight2 else "[.., I, O]"
         raise ValueError(
@@ -153,8 +165,18 @@ def _check_routing(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
             )
 
 
-def _expert_shape(name: str, weights: Sequence[Tensor], parts: int, experts: int) -> tuple[int, int]:
-    """The 2-D shape of one expert's tensor in `weights`: `parts` stacked tensors or `parts * experts` 2-D ones."""
+def expert_shape(
+    name: str,
+    weights: Sequence[Tensor],
+    parts: int,
+    experts: int,
+    dtypes: tuple[torch.dtype, ...],
+    out: int,
+) -> tuple[int, int]:
+    """The 2-D shape of one expert's tensor in `weights`: `parts` stacked tensors or `parts * experts` 2-D ones.
+
+    out: which of both dimensions holds the output features, eight of them in an int32.
+    """
     if not weights:
         raise ValueError(f"mega_moe: {name}: expected at least one tensor, got an empty list")
     stacked = weights[0].dim() == 3
@@ -170,9 +192,12 @@ def _expert_shape(name: str, weights: Sequence[Tensor], parts: int, experts: int
     for weight in weights:
         if weight.shape != shape:
             raise ValueError(f"mega_moe: {name}: shapes differ: {tuple(shape)} and {tuple(weight.shape)}")
-        if weight.dtype not in FLOATS or weight.dtype != weights[0].dtype:
-            raise TypeError(f"mega_moe: {name}: expected one of {_FLOAT_NAMES} for all, got {weight.dtype}")
-    return shape[-2], shape[-1]
+        if weight.dtype not in dtypes or weight.dtype != weights[0].dtype:
+            names = ", ".join(map(str, dtypes))
+            raise TypeError(f"mega_moe: {name}: expected one of {names} for all, got {weight.dtype}")
+    found = [shape[-2], shape[-1]]
+    found[out] *= PACKED if weights[0].dtype == torch.int32 else 1
+    return found[0], found[1]
 
 
 def _check_bias(name: str, biases: Sequence[Tensor], parts: int, experts: int, features: int) -> None:

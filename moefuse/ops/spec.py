@@ -29,6 +29,8 @@ rounded to `product_dtype` first where the model does that (None: no rounding): 
 bfloat16 gets the numbers it had. The activation runs in `activation_dtype` where the model casts up for it, in the
 dtype of x otherwise (None). GEMMs run in the dtype of x; weights stored in another float dtype are cast, one expert's
 at a time. A row norm runs in the dtype of the sum; its result, and c above, are rounded to the dtype of x.
+
+Quantised experts (`quant`) are in quantised.py.
 """
 
 from dataclasses import dataclass
@@ -46,6 +48,9 @@ tensors, gate then up; none: a plain expert without gate (N = I).
 WeightPosition = Literal["output", "mid", "input"]
 """Where the routing weight multiplies: after the second GEMM, between the GEMMs, or on the token row."""
 
+Quant = Literal["none", "w8a8", "w4a8", "w4a4", "w8a16", "w4a16"]
+"""How the expert GEMMs are quantised: bits of the weights, then of the rows (16: rows are floats)."""
+
 RowNorm = Literal["none", "rms", "scaled_rms"]
 """How each row of the second GEMM is normalised over its features: see the module text."""
 
@@ -60,6 +65,9 @@ class MoeSpec:
     stored [E, N, H] (out-features first, as nn.Linear), False for [E, H, N]; `transpose_weight2` is True for
     [E, O, I], False for [E, I, O]. The names follow the public npu_mega_moe operator. `weight_form` tells one
     stacked 3-D tensor per role from a list of per-expert 2-D tensors.
+
+    Quantised experts: hidden_dtype and rows_dtype are what the first and the second GEMM are rounded to (None: the
+    dtype of x), weight_scale_groups into how many groups of inputs, each with a scale, both weights are divided.
     """
 
     num_experts: int
@@ -83,6 +91,11 @@ class MoeSpec:
     activation_params: tuple[float, ...] = ()
     activation_program: str = ""
     activation_dtype: torch.dtype | None = None
+    quant: Quant = "none"
+    hidden_dtype: torch.dtype | None = None
+    rows_dtype: torch.dtype | None = None
+    has_weight_offsets: bool = False
+    weight_scale_groups: tuple[int, int] = (1, 1)
     weight_position: WeightPosition = "output"
     row_norm: RowNorm = "none"
     row_norm_eps: float = 0.0
@@ -107,7 +120,12 @@ class MoeSpec:
     def weight_bytes(self) -> int:
         """Bytes of the expert weights (both GEMMs, without biases)."""
         per_expert = self.weight1_rows * self.hidden + self.intermediate * self.out_features
-        return self.num_experts * per_expert * self.expert_dtype.itemsize
+        return self.num_experts * per_expert * self.expert_dtype.itemsize // self.values_per_element
+
+    @property
+    def values_per_element(self) -> int:
+        """How many weights one element of a weight tensor holds: eight int4 values an int32."""
+        return 8 if self.quant.startswith("w4") and self.expert_dtype == torch.int32 else 1
 
     def describe(self) -> str:
         """The layer in plain words, one line: `128 experts, top-8, 2048 -> 768 (swiglu) -> 2048, bfloat16`."""
@@ -122,7 +140,9 @@ class MoeSpec:
         ]
         if self.gate_up not in ("concat", "none"):
             words.append(self.gate_up.replace("_", " "))
-        if self.expert_dtype != self.x_dtype:
+        if self.quant != "none":
+            words.append(self.quant)
+        elif self.expert_dtype != self.x_dtype:
             words.append(f"computed in {str(self.x_dtype).removeprefix('torch.')}")
         if self.has_bias1 or self.has_bias2:
             words.append("bias")

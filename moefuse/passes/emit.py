@@ -14,7 +14,19 @@ from torch.fx import Graph, Node
 
 from moefuse.graph import sizes
 from moefuse.graph.sizes import Size
-from moefuse.patterns.facts import Axis, Conflict, Const, Dims, Expr, Group, Leaf, OneHot, Op, group_size
+from moefuse.patterns.facts import (
+    Axis,
+    Conflict,
+    Const,
+    Dims,
+    Expr,
+    Group,
+    Leaf,
+    OneHot,
+    Op,
+    group_axes,
+    group_size,
+)
 from moefuse.patterns.loops import constant
 from moefuse.patterns.rules import value
 from moefuse.patterns.weights import weight_units
@@ -147,6 +159,18 @@ class Emitter:
             raise Conflict(f"`{leaf.node.name}` is no bias with the experts first")
         rest = leaf.node
         return self.reshape(rest, [value(rest).shape[0], sizes.product(value(rest).shape[1:])])
+
+    def scale(self, leaf: Leaf, group: tuple[Axis, ...]) -> Node:
+        """A scale or offset of a weight as [E, N] or [E, G, N], or one expert's as [N] or [G, N]."""
+        index = leaf.index[1:] if leaf.selectors else leaf.index
+        groups = [part for part in index if group_axes(part) and group_axes(part) <= set(group)]
+        channels = index[len(groups) :]
+        if (leaf.selectors and leaf.index[0] != leaf.selectors) or list(index[: len(groups)]) != groups:
+            raise Conflict(f"`{leaf.node.name}` is no scale with the experts first and the channels last")
+        wanted: list[Size] = [at.size for at in leaf.selectors]
+        wanted += [sizes.product(axis.size for axis in group)] if group else []
+        wanted.append(sizes.product(group_size(part) for part in channels))
+        return self.reshape(leaf.node, wanted)
 
     def one_tensor(self, nodes: list[Node]) -> Node | None:
         """A row scale, [O] or [E, O]: the one tensor, or small per-expert ones stacked; None for none."""

@@ -5,15 +5,19 @@ replaced. A site is replaced at its earliest complete node; what follows (views,
 """
 
 import operator
+from collections.abc import Sequence
+from typing import Any
 
 import sympy
 import torch
 from torch.fx import Graph, Node
 
 from moefuse.graph import sizes
+from moefuse.ops.spec import MoeSpec
 from moefuse.passes.counts import Counts
 from moefuse.passes.emit import Emitter
 from moefuse.patterns.facts import Axis, Conflict, Dims, Expr, Leaf, group_size
+from moefuse.patterns.layer_quant import LayerQuant
 from moefuse.patterns.pointwise import walk
 from moefuse.patterns.rules import READS_NO_ELEMENT, op_name, value
 from moefuse.patterns.site import Site
@@ -147,6 +151,8 @@ def _call(emitter: Emitter, site: Site, target: str, context: str) -> Node:
     local = spec.num_experts // spec.ep_world_size
     operator, where = torch.ops.moefuse.mega_moe.default, None
     if layer.ranks is not None:
+        if layer.quant is not None:
+            raise Conflict(f"experts quantised as {layer.quant.scheme} have no operator that communicates")
         operator, where = (
             torch.ops.moefuse.mega_moe.ep,
             emitter.call(torch.ops.moefuse.ep_context.default, context),
@@ -157,6 +163,8 @@ def _call(emitter: Emitter, site: Site, target: str, context: str) -> Node:
     ids = emitter.tensor(layer.ids, slots)
     if value(ids).dtype not in (torch.int32, torch.int64):
         ids = emitter.call(aten._to_copy.default, ids, dtype=torch.int64)
+    if layer.first:
+        ids = emitter.call(aten.sub.Scalar, ids, layer.first)
     if (
         layer.ranks is None
         and not spec.ids_checked
@@ -166,33 +174,60 @@ def _call(emitter: Emitter, site: Site, target: str, context: str) -> Node:
         below = emitter.call(aten.lt.Scalar, ids, 0)
         ids = emitter.call(aten.where.self, below, emitter.call(aten.add.Scalar, ids, spec.num_experts), ids)
     weights = emitter.weights(layer.weights, ids, slots, spec.router_dtype)
-    return emitter.call(
-        operator,
-        where,
-        x,
-        ids,
-        weights,
+    operands = (
+        *(where, x, ids, weights),
         restack([emitter.weight(leaf, layer.contracted(leaf)) for leaf in layer.weight1], local),
         restack([emitter.weight(leaf, inner) for leaf in layer.weight2], local),
         restack([emitter.bias(leaf) for leaf in layer.bias1], local),
         restack([emitter.bias(leaf) for leaf in layer.bias2], local),
+    )
+    constants = {
+        "num_experts": spec.num_experts,
+        "ep_world_size": spec.ep_world_size,
+        "transpose_weight1": spec.transpose_weight1,
+        "transpose_weight2": spec.transpose_weight2,
+        "gate_up": spec.gate_up,
+        "activation": spec.activation,
+        "activation_params": list(spec.activation_params),
+        "activation_program": spec.activation_program,
+        "activation_dtype": spec.activation_dtype,
+        "product_dtype": spec.product_dtype,
+        "output_dtype": spec.output_dtype,
+        "target": target,
+    }
+    if layer.quant is not None:
+        return _quant_call(emitter, layer.quant, spec, operands, constants)
+    return emitter.call(
+        operator,
+        *operands,
         emitter.one_tensor(restack([emitter.bias(leaf) for leaf in layer.row_scale], local)),
-        num_experts=spec.num_experts,
-        ep_world_size=spec.ep_world_size,
-        transpose_weight1=spec.transpose_weight1,
-        transpose_weight2=spec.transpose_weight2,
-        gate_up=spec.gate_up,
-        activation=spec.activation,
-        activation_params=list(spec.activation_params),
-        activation_program=spec.activation_program,
-        activation_dtype=spec.activation_dtype,
+        **constants,
         weight_position=spec.weight_position,
-        product_dtype=spec.product_dtype,
-        output_dtype=spec.output_dtype,
         row_norm=spec.row_norm,
         row_norm_eps=spec.row_norm_eps,
         num_identity_experts=spec.num_identity_experts,
-        target=target,
+    )
+
+
+def _quant_call(
+    emitter: Emitter, quant: LayerQuant, spec: MoeSpec, operands: tuple[Any, ...], constants: dict[str, Any]
+) -> Node:
+    """The call with quantised experts: scales and offsets beside the weights."""
+
+    def beside(leaves: Sequence[Leaf], group: tuple[Axis, ...]) -> list[Node]:
+        return restack([emitter.scale(leaf, group) for leaf in leaves], spec.num_experts)
+
+    return emitter.call(
+        torch.ops.moefuse.mega_moe.quant,
+        *operands,
+        beside(quant.scale1, quant.group1),
+        beside(quant.scale2, quant.group2),
+        beside(quant.offset1, quant.group1),
+        beside(quant.offset2, quant.group2),
+        **constants,
+        quant=quant.scheme,
+        hidden_dtype=spec.hidden_dtype,
+        rows_dtype=spec.rows_dtype,
     )
 
 
@@ -223,6 +258,7 @@ def operand_leaves(site: Site) -> list[Leaf]:
     layer = site.layer
     exprs: list[Expr] = [layer.x, layer.ids, *layer.weights, *layer.weight1, *layer.weight2]
     exprs += [*layer.bias1, *layer.bias2, *layer.row_scale]
+    exprs += layer.quant.leaves if layer.quant is not None else ()
     return [leaf for expr in exprs for leaf in walk(expr) if isinstance(leaf, Leaf)]
 
 

@@ -17,7 +17,11 @@ from moefuse.patterns.facts import Cases, Dot, Fact, Leaf, Lost, group_axes
 from moefuse.patterns.rules import op_name, value
 from moefuse.patterns.site import Site
 
-GROUPED = {"aten::_grouped_mm", "transformers::grouped_mm_fallback", "npu::npu_grouped_matmul"}
+GROUPED = {
+    *("aten::_grouped_mm", "transformers::grouped_mm_fallback", "npu::npu_grouped_matmul"),
+    *("npu::npu_grouped_matmul_swiglu_quant", "npu::npu_grouped_matmul_swiglu_quant_v2"),
+    "npu::npu_grouped_matmul_finalize_routing",
+}
 BATCHED = {"aten::bmm", "aten::baddbmm"}
 
 MOVES = VIEWS | {"aten::clone", "aten::_to_copy", "aten::reshape", "aten::_unsafe_view"}

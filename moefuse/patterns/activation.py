@@ -71,6 +71,8 @@ def to_program(expr: Expr, leaf: Callable[[Expr], str | None]) -> str:
 
 def upcast(expr: Expr, leaf: Callable[[Expr], str | None]) -> torch.dtype | None:
     """The wider dtype in which a half precision model computes its activation, None where it does not."""
+    if isinstance(expr, Op) and is_rounding(expr) and expr.node is None:
+        return torch.float32
     if isinstance(expr, Op) and is_rounding(expr) and expr.node is not None:
         wide, narrow = value(expr.node).dtype, value(expr.node.args[0]).dtype
         if wide.itemsize > narrow.itemsize:

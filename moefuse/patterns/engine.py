@@ -19,9 +19,12 @@ from moefuse.patterns import (
     exchange,
     finalize_routing,
     grouped_matmul,
+    hidden_states_quant,
     init_routing,
     loops,
     markers,
+    mc2,
+    npu_matmul,
     pieces,
     pointwise,
     router,
@@ -50,9 +53,9 @@ from moefuse.patterns.site import Site, assemble
 from moefuse.patterns.unify import Unifier, fresh
 
 COMPONENTS = (
-    structure, pointwise, counts, router, init_routing, pieces, grouped_matmul, finalize_routing, loops, markers, comm,
-    exchange,
-)  # fmt: skip
+    *(structure, pointwise, counts, router, init_routing, pieces, hidden_states_quant, grouped_matmul),
+    *(npu_matmul, finalize_routing, mc2, loops, markers, comm, exchange),
+)
 """The files whose import fills the rule book."""
 
 

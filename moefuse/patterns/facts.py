@@ -407,7 +407,7 @@ class Dense(Expr):
 class Count(Expr):
     """How many elements of `ids` (all of them) equal the value of `at`. Of `Local`: of all rows that came here."""
 
-    ids: "Leaf | Local"
+    ids: "Leaf | Local | Spread | Among"
     at: Group
 
     def groups(self) -> Iterator[Group]:
@@ -418,7 +418,7 @@ class Count(Expr):
 class Offs(Expr):
     """How many elements of `ids` (all of them) are at most the value of `at`: the end of an expert's rows."""
 
-    ids: "Leaf | Local"
+    ids: "Leaf | Local | Spread | Among"
     at: Group
 
     def groups(self) -> Iterator[Group]:
@@ -488,6 +488,47 @@ class Block(Expr):
         ids = change(self.ids)
         assert isinstance(ids, Leaf)
         return Block(ids, self.ranks)
+
+
+@dataclass(frozen=True)
+class Spread(Expr):
+    """The number of a slot's expert among those of the rank that holds it: `ids` modulo their number.
+
+    node: the operator that sent the slots there, with those of all ranks; it is the identity, besides the ids.
+    """
+
+    ids: Leaf
+    ranks: Ranks
+    node: Node
+
+    def parts(self) -> Iterator[Expr]:
+        yield self.ids
+
+    def rebuilt(self, change: Callable[[Expr], Expr]) -> Expr:
+        ids = change(self.ids)
+        assert isinstance(ids, Leaf)
+        return Spread(ids, self.ranks, self.node)
+
+
+@dataclass(frozen=True)
+class Among(Expr):
+    """The number of a slot's expert among `experts` of them: `ids` less `first`. Other slots have no row in the order.
+
+    node: the operator that took them; it is the identity, besides the ids.
+    """
+
+    ids: Leaf
+    first: int
+    experts: int
+    node: Node
+
+    def parts(self) -> Iterator[Expr]:
+        yield self.ids
+
+    def rebuilt(self, change: Callable[[Expr], Expr]) -> Expr:
+        ids = change(self.ids)
+        assert isinstance(ids, Leaf)
+        return Among(ids, self.first, self.experts, self.node)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ from moefuse.patterns.facts import (
     group_axes,
     group_size,
 )
-from moefuse.patterns.init_routing import describe_index, take_by
+from moefuse.patterns.init_routing import among, describe_index, take_by
+from moefuse.patterns.local_experts import is_zero_elsewhere
 from moefuse.patterns.loops import add_case, constant, pick_of, write_back
 from moefuse.patterns.pointwise import EXACT, walk
 from moefuse.patterns.products import row_features
@@ -219,32 +220,59 @@ def _demand_no_expert_choice(lift: Lifting, index_node: Node) -> None:
 def _combine(lift: Lifting, node: Node, rows: Fact, index: Fact, dim: int) -> Fact:
     if len(index.dims) != 1 or dim != 0:
         raise Conflict("expert rows are accumulated along a dimension that is not the first")
+    base_node, added = argument(node, 0), argument(node, 2 if op_name(node) == "aten::index_put" else 3)
+    unifier, token = _token_of_each(rows, index, _index_node(node), value(base_node).shape[0])
+    _demand_same_rows(value(base_node), value(added))
+    base = lift.fact(base_node)
+    zero = isinstance(base.expr, Const) and base.expr.value == 0
+    if (pick := pick_of(unifier.resolve(rows.dims[0]))) is not None:
+        own = Fact(unifier.expr(rows.expr), tuple(unifier.resolve(group) for group in rows.dims))
+        return add_case(lift, node, base_node, own, token, pick)
+    return _accumulated(node, rows, unifier, token, None if zero else base_node, value(added).dtype)
+
+
+def _token_of_each(rows: Fact, index: Fact, index_node: Node, size: Size) -> tuple[Unifier, Group]:
+    """(rows and index brought together, the token's axes), for an index that holds the token of each row."""
     if not isinstance(index.expr, Pos):
-        what = describe_index(_index_node(node), index.expr)
-        raise Conflict(
-            f"expert rows are accumulated by {what}, not by the token of each slot", _index_node(node)
-        )
-    base_node = argument(node, 0)
-    _demand_same_rows(value(base_node), value(argument(node, 2 if op_name(node) == "aten::index_put" else 3)))
+        what = describe_index(index_node, index.expr)
+        raise Conflict(f"expert rows are accumulated by {what}, not by the token of each slot", index_node)
     unifier = Unifier()
     unifier.unify(index.dims[0], rows.dims[0])
     token = unifier.resolve(index.expr.group)
     slots = group_axes(unifier.resolve(rows.dims[0]))
     if not all(isinstance(digit, Axis) for digit in token) or not set(token) <= slots:
         raise Conflict("expert rows are accumulated by an index that is not the token of each slot")
-    if not sizes.same(value(base_node).shape[0], group_size(token)):
+    if not sizes.same(size, group_size(token)):
         raise Conflict("expert rows are accumulated into an output with other rows than the tokens")
-    if (pick := pick_of(unifier.resolve(rows.dims[0]))) is not None:
-        own = Fact(unifier.expr(rows.expr), tuple(unifier.resolve(group) for group in rows.dims))
-        return add_case(lift, node, base_node, own, token, pick)
+    return unifier, token
+
+
+def _accumulated(
+    node: Node, rows: Fact, unifier: Unifier, token: Group, base: Node | None, terms: torch.dtype | None
+) -> Fact:
     order = rows.dims[0][0] if rows.sorted else None
     listed = order.over if isinstance(order, Perm) else rows.dims[0]
     over = tuple(a for a in unifier.resolve(listed) if isinstance(a, Axis) and a not in token)
-    base = lift.fact(base_node)
-    zero = isinstance(base.expr, Const) and base.expr.value == 0
-    terms = value(argument(node, 2) if op_name(node) == "aten::index_put" else argument(node, 3)).dtype
-    total = Sum(unifier.expr(rows.expr), over, node, None if zero else base_node, terms)
+    total = Sum(unifier.expr(rows.expr), over, node, base, terms)
     return Fact(total, (token, *(unifier.resolve(g) for g in rows.dims[1:])))
+
+
+def accumulated(lift: Lifting, node: Node, rows: Fact, index_node: Node, size: Size) -> Fact:
+    """Rows [.., H] in an order by expert, each added to the row of zeros [size, H] that a tensor of tokens names."""
+    index = lift.fact(index_node)
+    if len(index.dims) != 1:
+        raise Conflict("expert rows are accumulated by an index of several dimensions", index_node)
+    unifier, token = _token_of_each(rows, index, index_node, size)
+    return _accumulated(node, rows, unifier, token, None, None)
+
+
+def weighted_rows(lift: Lifting, node: Node, rows: Fact, weights: Node) -> Fact:
+    """Rows [.., H] times one weight each, in the same order."""
+    weight, unifier = lift.fact(weights), Unifier()
+    for have, want in zip(rows.dims[:1], weight.dims, strict=True):
+        unifier.unify(have, want)
+    expr = Op(torch.ops.aten.mul.Tensor, (unifier.expr(rows.expr), unifier.expr(weight.expr)), (), node)
+    return Fact(expr, tuple(unifier.resolve(group) for group in rows.dims))
 
 
 def _demand_same_rows(base: torch.Tensor, rows: torch.Tensor) -> None:
@@ -293,25 +321,32 @@ def no_sum(lift: Lifting, node: Node) -> Outcome:
 
 @rule("npu::npu_moe_finalize_routing")
 def npu_finalize_routing(lift: Lifting, node: Node) -> Outcome:
-    """skip1 + skip2 + sum over k of scales * (row + bias of its expert); rows by a k-major or token-major index."""
+    """skip1 + skip2 + sum over k of scales * (row + bias of its expert); rows by a k-major or token-major index.
+
+    Modes 0 and 1 are k-major, 2 and 3 token-major. Where a slot has no row (index -1), modes 1 and 3 add nothing for
+    it, as the node does; the others don't define it. Rows padded to a capacity are in no order by expert.
+    """
     rows = lift.fact(argument(node, 0))
     if not rows.expr.hard:
         return None
     mode = argument(node, 7, "drop_pad_mode", 0)
-    if mode not in (0, 2):
-        raise Conflict(f"the finalize routing leaves slots out (drop_pad_mode={mode})")
+    if len(rows.dims) == 3 and not rows.dims[0] and mode in (1, 3):
+        rows = Fact(rows.expr, rows.dims[1:])  # one block of rows, in an order by expert all the same
     skips = [argument(node, position) for position in (1, 2) if argument(node, position) is not None]
     if len(skips) > 1:
         raise Conflict("the finalize routing adds two tensors to the layer's output")
     scales = argument(node, 4)
     k = argument(node, 8, "k", 1) if scales is None else value(scales).shape[1]
     tokens = value(node).shape[0]
-    slots = _slot_rows(lift, node, rows, argument(node, 5), [k, tokens] if mode == 0 else [tokens, k])
-    if mode == 0:
+    by, adds_nothing = argument(node, 5), mode in (1, 3)
+    slots = _slot_rows(lift, rows, by, [k, tokens] if mode < 2 else [tokens, k], adds_nothing)
+    if mode < 2:
         slots = Fact(slots.expr, (slots.dims[1], slots.dims[0], slots.dims[2]))
     if (bias := argument(node, 3)) is not None:
+        if mode in (1, 3):
+            raise Conflict(f"the finalize routing adds a bias for slots without a row (drop_pad_mode={mode})")
         slots = _with_bias(lift, slots, bias, argument(node, 6))
-    return _weighted_sum(lift, node, slots, scales, skips[0] if skips else None)
+    return weighted_sum(lift, node, slots, scales, skips[0] if skips else None)
 
 
 @rule("npu::npu_moe_token_unpermute")
@@ -325,19 +360,30 @@ def npu_token_unpermute(lift: Lifting, node: Node) -> Outcome:
     probs = argument(node, 2, "probs")
     if probs is None:
         slots = value(node).shape[0]
-        one = _slot_rows(lift, node, rows, argument(node, 1), [slots, 1])
+        one = _slot_rows(lift, rows, argument(node, 1), [slots, 1])
         return Fact(one.expr, (one.dims[0], one.dims[2]))
-    slots = _slot_rows(lift, node, rows, argument(node, 1), list(value(probs).shape))
-    return _weighted_sum(lift, node, slots, probs, None)
+    adds_nothing = _weighs_nothing_elsewhere(lift, argument(node, 1), probs)
+    slots = _slot_rows(lift, rows, argument(node, 1), list(value(probs).shape), adds_nothing)
+    return weighted_sum(lift, node, slots, probs, None)
 
 
-def _slot_rows(lift: Lifting, node: Node, rows: Fact, index: Node, shape: list[Size]) -> Fact:
-    """Expert rows taken back into slot order, their first dimension as the two of `shape`."""
+def _weighs_nothing_elsewhere(lift: Lifting, index: Node, probs: Node) -> bool:
+    """True where slots that have no row of their own are proved to have the weight 0."""
+    by = lift.fact(index)
+    some = among(by.expr.group) if isinstance(by.expr, Pos) else None
+    return some is not None and is_zero_elsewhere(probs, some)
+
+
+def _slot_rows(lift: Lifting, rows: Fact, index: Node, shape: list[Size], adds_nothing: bool = False) -> Fact:
+    """Expert rows taken back into slot order, their first dimension as the two of `shape`.
+
+    adds_nothing: slots without a row of their own add nothing.
+    """
     by = lift.fact(index)
     if not isinstance(by.expr, Pos) or len(by.dims) != 1 or len(rows.dims) != 2:
         raise Conflict(f"expert rows are taken by {describe_index(index, by.expr)}", index)
-    taken = take_by(rows, 0, by)
-    dims, binding = regroup(taken.dims, [*shape, value(argument(node, 0)).shape[1]])
+    taken = take_by(rows, 0, by, adds_nothing)
+    dims, binding = regroup(taken.dims, [*shape, group_size(rows.dims[1])])
     return Fact(bind(taken.expr, binding), tuple(bind_group(group, binding) for group in dims))
 
 
@@ -357,7 +403,7 @@ def _with_bias(lift: Lifting, slots: Fact, bias_node: Node, ids_node: Node) -> F
     return Fact(expr, tuple(unifier.resolve(group) for group in slots.dims))
 
 
-def _weighted_sum(lift: Lifting, node: Node, slots: Fact, scales: Node | None, base: Node | None) -> Fact:
+def weighted_sum(lift: Lifting, node: Node, slots: Fact, scales: Node | None, base: Node | None) -> Fact:
     """The sum over K of [T, K, H] rows, each times its scale."""
     unifier = Unifier()
     expr, dims = slots.expr, slots.dims

@@ -1,18 +1,15 @@
-"""Expert GEMMs: products with weights that the routing selects, in every spelling.
+"""Expert GEMMs: products with weights that the routing selects. Ascend's operators are in npu_matmul.py.
 
 Grouped (rows in sorted order and the ends of each expert's rows), batched with gathered weights, and batched
 over the experts. Which weight dimension is contracted, and so the layout, falls out of the axes.
 """
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch.fx import Node
 
 from moefuse.graph import sizes
-from moefuse.graph.sizes import Size
 from moefuse.patterns.facts import (
+    Among,
     At,
     Axis,
     Conflict,
@@ -29,6 +26,7 @@ from moefuse.patterns.facts import (
     Op,
     Perm,
     Pick,
+    Spread,
     Table,
     group_axes,
     group_size,
@@ -36,8 +34,7 @@ from moefuse.patterns.facts import (
 from moefuse.patterns.finalize_routing import summed
 from moefuse.patterns.pointwise import broadcast, expert_weight, strip_casts, walk
 from moefuse.patterns.ranks import arrival, only_expert, same_ids
-from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
-from moefuse.patterns.structure import cut
+from moefuse.patterns.rules import Lifting, Outcome, argument, rule
 from moefuse.patterns.unify import Unifier, bind
 
 
@@ -53,14 +50,14 @@ def grouped_mm(lift: Lifting, node: Node) -> Outcome:
         raise Conflict("a grouped GEMM with a bias argument")
     if not isinstance(offsets.expr, Offs) or offsets.dims != (offsets.expr.at,):
         raise Conflict("the row offsets of the grouped GEMM are not the running counts of the ids")
-    return _grouped(node, rows, argument(node, 0), weight, offsets.expr)
+    return grouped(node, rows, argument(node, 0), weight, offsets.expr)
 
 
-def _grouped(node: Node, rows: Fact, rows_node: Node, weight: Fact, groups: Offs | Count) -> Fact:
+def grouped(node: Node, rows: Fact, rows_node: Node, weight: Fact, groups: Offs | Count) -> Fact:
     """Each expert's rows times its weight, for rows in the order of the ids that `groups` counts."""
     if len(rows.dims) != 2 or len(weight.dims) != 3 or not isinstance(weight.expr, Leaf | Table):
         raise Conflict("a grouped GEMM whose operands are not [rows, K] and [experts, K, N]")
-    group, key = _row_order(rows, groups.ids, rows_node)
+    group, key = row_order(rows, groups.ids, rows_node)
     (expert,) = weight.dims[0] if len(weight.dims[0]) == 1 else (None,)
     chosen = only_expert(weight, 0, key) if not groups.at else None
     if isinstance(expert, Axis) and sizes.same(expert.size, group_size(groups.at)):
@@ -75,7 +72,7 @@ def _grouped(node: Node, rows: Fact, rows_node: Node, weight: Fact, groups: Offs
     return Fact(expr, (group, unifier.resolve(weight.dims[2])))
 
 
-def _row_order(rows: Fact, ids: Leaf | Local, rows_node: Node) -> tuple[Group, Expr]:
+def row_order(rows: Fact, ids: Leaf | Local | Spread | Among, rows_node: Node) -> tuple[Group, Expr]:
     """The row group and the id of each row; Conflict unless rows lie in the order of the ids that are counted."""
     group = rows.dims[0]
     if not group and not ids.axes:
@@ -186,105 +183,3 @@ def _is_expert(weight: Expr, rows: Expr, over: tuple[Axis, ...]) -> bool:
         if experts and experts <= leaf.axes - set(over) and score.ids.axes.isdisjoint(leaf.axes):
             return True
     return False
-
-
-# --- Ascend's operators ----------------------------------------------------------------------------------
-
-_PLAIN_OPTIONS: dict[str, tuple[Any, ...]] = {
-    "group_type": (0,),
-    "split_item": (2, 3),
-    "act_type": (0, None),
-}
-_PLAIN_TENSORS = (
-    *("scale", "offset", "antiquant_scale", "antiquant_offset", "per_token_scale"),
-    *("activation_input", "activation_quant_scale", "activation_quant_offset"),
-    *("x_dtype", "weight_dtype", "scale_dtype", "per_token_scale_dtype"),
-)
-
-
-@rule("npu::npu_grouped_matmul")
-def npu_grouped_matmul(lift: Lifting, node: Node) -> Outcome:
-    """[x[0] times each expert's weight]; group_list holds running counts (group_list_type 0) or counts (1)."""
-    (x, *more), weights = argument(node, 0), argument(node, 1)
-    options: dict[str, Any] = dict(node.kwargs)
-    for name in _PLAIN_TENSORS:
-        if options.get(name) is not None:
-            raise Conflict(f"a grouped GEMM with {name}: only plain products are understood")
-    for name, allowed in _PLAIN_OPTIONS.items():
-        if options.get(name, 0) not in allowed:
-            raise Conflict(f"a grouped GEMM with {name}={options.get(name)}")
-    if more or not isinstance(options.get("group_list"), Node):
-        raise Conflict("a grouped GEMM of several inputs, or without a tensor of group sizes")
-    (result,) = value(node)
-    if result.dtype != value(x).dtype:
-        raise Conflict(f"a grouped GEMM of {value(x).dtype} rows into {result.dtype}")
-    groups = lift.fact(options["group_list"])
-    wanted, words = (Count, "counts") if options.get("group_list_type", 0) == 1 else (Offs, "running counts")
-    if not isinstance(groups.expr, wanted) or groups.dims != (groups.expr.at,):
-        raise Conflict(
-            f"the group list of the grouped GEMM is not the {words} of the ids", options["group_list"]
-        )
-    product = _grouped(node, lift.fact(x), x, _of_experts(lift, weights), groups.expr)
-    biases = options.get("bias")
-    if not biases:
-        return (product,)
-    key, experts = _row_order(product, groups.expr.ids, x)[1], group_size(groups.expr.at)
-    return (_biased(node, product, _of_experts(lift, biases), key, experts),)
-
-
-def _of_experts(lift: Lifting, tensors: Sequence[Node]) -> Fact:
-    """One tensor with the experts first: the one of the list, the one it is unbound from, or the list as it is."""
-    if len(tensors) == 1:
-        return lift.fact(tensors[0])
-    if (whole := _unbound(tensors)) is not None:
-        return lift.fact(whole)
-    shapes = {tuple(value(tensor).shape) for tensor in tensors}
-    if len(shapes) != 1:
-        raise Conflict(f"a grouped GEMM with tensors of different shapes: {sorted(shapes)}", tensors[0])
-    (shape,) = shapes
-    groups: Dims = tuple(() if sizes.is_one(size) else (Axis(size),) for size in (len(tensors), *shape))
-    return Fact(Table(tuple(tensors), groups), groups)
-
-
-def _unbound(tensors: Sequence[Node]) -> Node | None:
-    """The tensor whose elements 0, 1, 2, ... the list holds, all of them; None for another list."""
-    pieces = argument(tensors[0], 0) if op_name(tensors[0]) == "getitem" else None
-    if (
-        not isinstance(pieces, Node)
-        or op_name(pieces) != "aten::unbind"
-        or argument(pieces, 1, "dim", 0) != 0
-    ):
-        return None
-    every = [op_name(t) == "getitem" and t.args == (pieces, expert) for expert, t in enumerate(tensors)]
-    whole = argument(pieces, 0)
-    return whole if all(every) and len(every) == len(value(pieces)) and isinstance(whole, Node) else None
-
-
-def _biased(node: Node, product: Fact, bias: Fact, ids: Expr, experts: Size) -> Fact:
-    """product + bias[expert]: the bias is selected by the same ids as the weight."""
-    (expert,) = bias.dims[0] if len(bias.dims) == 2 and len(bias.dims[0]) == 1 else (None,)
-    if not isinstance(bias.expr, Leaf | Table) or not isinstance(expert, Axis):
-        raise Conflict("the bias of a grouped GEMM is not [experts, N]")
-    if not sizes.same(expert.size, experts):
-        raise Conflict(f"a grouped GEMM with weights for {experts} experts, biases for {expert.size}")
-    unifier = Unifier()
-    features = unifier.unify(product.dims[1], bias.dims[1])
-    selected = unifier.expr(bind(bias.expr, {expert: (At(ids, expert.size),)}))
-    expr = Op(torch.ops.aten.add.Tensor, (unifier.expr(product.expr), selected), (), node)
-    return Fact(expr, (product.dims[0], features))
-
-
-@rule("npu::npu_swiglu")
-def npu_swiglu(lift: Lifting, node: Node) -> Outcome:
-    """silu(first half) * second half of a dimension."""
-    rows = lift.fact(argument(node, 0))
-    if not rows.expr.hard:
-        return None
-    dim = int(argument(node, 1, "dim", -1)) % len(rows.dims)
-    half = value(node).shape[dim]
-    gate, up = cut(rows, dim, 0, half), cut(rows, dim, half, half)
-    unifier = Unifier()
-    dims: Dims = tuple(unifier.unify(a, b) for a, b in zip(gate.dims, up.dims, strict=True))
-    silu = Op(torch.ops.aten.silu.default, (unifier.expr(gate.expr),))
-    expr = Op(torch.ops.aten.mul.Tensor, (silu, unifier.expr(up.expr)), (), node)
-    return Fact(expr, tuple(unifier.resolve(group) for group in dims))

@@ -17,6 +17,7 @@ from moefuse.graph import sizes
 from moefuse.ops.spec import GateUp, RowNorm, WeightPosition
 from moefuse.patterns.activation import Classified, classify, to_program, upcast
 from moefuse.patterns.facts import (
+    Among,
     Axis,
     Conflict,
     Const,
@@ -28,9 +29,21 @@ from moefuse.patterns.facts import (
     Op,
     Part,
     Ranks,
+    Spread,
 )
+from moefuse.patterns.layer_quant import LayerQuant, quantisation
 from moefuse.patterns.pointwise import strip_casts, walk
-from moefuse.patterns.products import Linear, factors, first_gemms, linear, means, split_factors, times
+from moefuse.patterns.products import (
+    Integers,
+    Linear,
+    factors,
+    first_gemms,
+    linear,
+    means,
+    split_factors,
+    times,
+)
+from moefuse.patterns.quantised import Quantised, RowScale
 from moefuse.patterns.row_norm import take_norm
 from moefuse.patterns.rules import Lifting, value
 from moefuse.patterns.unify import bind
@@ -44,8 +57,9 @@ class Layer:
     tokens, slots: the axes of T (as the token row is indexed) and of K. hidden, inner, features: those of H, I, O.
     weight1: one weight per expert tensor (gate and up together, or a plain expert), or gates, then ups. Stacked
     weights are selected by `ids`; a loop has one tensor per expert. row_scale: as weight2, or one shared by all.
-    identities: how many experts behind the last one return the token's row. ranks: how the experts are spread over a
-    process group, None where all are here; the weights are those of this rank.
+    identities: how many experts behind the last one return the token's row. quant: None for experts of floats.
+    ranks: how the experts are spread over a process group, None where all are here; the weights are those of this rank.
+    first: the id of the first expert; slots with ids below it, or past the last one, go nowhere.
     """
 
     tokens: tuple[Axis, ...]
@@ -69,7 +83,9 @@ class Layer:
     row_scale: tuple[Leaf, ...]
     gemms: frozenset[Node]
     identities: int = 0
+    quant: LayerQuant | None = None
     ranks: Ranks | None = None
+    first: int = 0
 
     @property
     def stacked(self) -> bool:
@@ -97,12 +113,13 @@ def describe(
     firsts = first_gemms(program)
     if not firsts:
         raise Conflict("no first expert GEMM feeds the second one")
-    if len(dtypes := {one.dtype for one in (second, *firsts)}) != 1:
+    plain = [one.dtype for one in (second, *firsts) if one.integers is None]
+    if len(dtypes := set(plain)) > 1:
         raise Conflict(f"the expert GEMMs run in different dtypes: {', '.join(sorted(map(str, dtypes)))}")
     x, inputs = _token_rows(lift, firsts, slots)
     scale = (norm.scale,) if norm is not None and norm.scale is not None else ()
-    selected = _same_ids([second, *firsts], case_ids, scale)
-    ids, ranks = (selected.ids, selected.ranks) if isinstance(selected, Local) else (selected, None)
+    chosen = _same_ids([second, *firsts], case_ids, scale)
+    ids = chosen if isinstance(chosen, Leaf) else chosen.ids
     hidden = firsts[0].over
     tokens = _token_axes(x, hidden, ids, slots)
     position = _position(outputs, mids, inputs)
@@ -122,10 +139,15 @@ def describe(
     ):
         if leaf is not None:
             demand_whole(leaf, axes)
-    for leaf in (second.weight, second.bias, *scale, *(t for f in firsts for t in (f.weight, f.bias))):
-        if leaf is not None and {*tokens, *slots} & {digit for group in leaf.index for digit in group}:
+    for leaf in (*second.leaves, *scale, *(t for f in firsts for t in f.leaves)):
+        if {*tokens, *slots} & {digit for group in leaf.index for digit in group}:
             raise Conflict(f"`{leaf.node.name}`, an expert's own tensor, differs from token to token")
     gate_up, ordered, activation, activation_dtype = _gate_up(program, firsts, second.over)
+    quant = quantisation(ordered, second, second.over, features, gate_up != "separate")
+    if quant is not None and (position != "output" or norm is not None):
+        raise Conflict(
+            "quantised experts with a norm, or with routing weights elsewhere than on their output"
+        )
     return Layer(
         tokens=tokens,
         slots=slots,
@@ -147,7 +169,9 @@ def describe(
         row_norm_eps=norm.eps if norm is not None else 0.0,
         row_scale=scale,
         gemms=frozenset([second.node, *(f.node for f in firsts)]),
-        ranks=ranks,
+        quant=quant,
+        ranks=chosen.ranks if isinstance(chosen, Local | Spread) else None,
+        first=chosen.first if isinstance(chosen, Among) else 0,
     )
 
 
@@ -201,7 +225,9 @@ def _token_rows(lift: Lifting, firsts: list[Linear], slots: tuple[Axis, ...]) ->
     assert rows is not None
     if rows.hard:
         raise Conflict("the token rows are the outputs of other experts")
-    dtype = firsts[0].dtype
+    if any(isinstance(e, Quantised | RowScale) for e in walk(rows)):
+        raise Conflict("the experts read the integers of quantised rows as numbers of their own")
+    dtype = firsts[0].row_dtype
     if dtype_of(rows) != dtype:  # a cast of the whole product, the routing weight included
         rows = Op(torch.ops.aten._to_copy.default, (rows,), (("dtype", dtype),))
     return rows, weights
@@ -219,21 +245,23 @@ def _per_slot(leaf: Leaf, over: tuple[Axis, ...], slots: tuple[Axis, ...]) -> bo
     return not leaf.axes.isdisjoint(over) and not leaf.axes.isdisjoint(slots) and not leaf.selectors
 
 
-def _same_ids(linears: list[Linear], case_ids: Expr | None, scale: tuple[Leaf, ...]) -> Leaf | Local:
+def _same_ids(
+    linears: list[Linear], case_ids: Expr | None, scale: tuple[Leaf, ...]
+) -> Leaf | Local | Spread | Among:
     """The ids that select every weight, bias and row scale (unless all experts share it).
 
     In a loop: those that were compared with the expert's number.
     """
     if case_ids is not None:
         selected = any(leaf.selectors for leaf in (*(one.weight for one in linears), *scale))
-        if not isinstance(case_ids, Leaf) or selected:
+        if not isinstance(case_ids, Leaf | Spread | Among) or selected:
             raise Conflict("a loop over experts whose weights are selected by ids once more")
         return case_ids
-    leaves = [leaf for one in linears for leaf in (one.weight, one.bias) if leaf is not None]
+    leaves = [leaf for one in linears for leaf in one.leaves]
     leaves += [leaf for leaf in scale if leaf.selectors]
     chosen = [leaf.selectors[0].expr if len(leaf.selectors) == 1 else None for leaf in leaves]
     first = chosen[0]
-    if not isinstance(first, Leaf | Local):
+    if not isinstance(first, Leaf | Local | Spread | Among):
         raise Conflict("expert weights are selected by something other than a tensor of ids")
     for leaf, other in zip(leaves, chosen, strict=True):
         if other != first:
@@ -319,8 +347,8 @@ def _same_span(a: Span, b: Span) -> bool:
     return a[:2] == b[:2] and sizes.same(a[2], b[2])
 
 
-def _key(one: Linear) -> tuple[Leaf, Leaf | None]:
-    return one.weight, one.bias
+def _key(one: Linear) -> tuple[Leaf, Leaf | None, Integers | None]:
+    return one.weight, one.bias, one.integers
 
 
 def _one_per_tensor(leaves: list[Leaf], gate_up: GateUp) -> tuple[Leaf, ...]:

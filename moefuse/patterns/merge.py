@@ -20,6 +20,7 @@ from moefuse.patterns.facts import (
     Table,
 )
 from moefuse.patterns.layer import Layer, describe, dtype_of
+from moefuse.patterns.layer_quant import merged
 from moefuse.patterns.pieces import piece_at
 from moefuse.patterns.pointwise import strip_casts, walk
 from moefuse.patterns.products import factors
@@ -106,6 +107,7 @@ def merge(lift: Lifting, cases: list[Case], dims: Dims) -> Layer:
         row_scale=_one_if_shared([layer.row_scale[0] for layer in layers if layer.row_scale]),
         gemms=frozenset().union(*(layer.gemms for layer in layers)),
         identities=len(identities),
+        quant=merged([layer.quant for layer in layers if layer.quant is not None]),
     )
 
 
@@ -152,6 +154,9 @@ def _renamed(other: Layer, first: Layer, expert: int) -> Layer:
         "norm": (other.row_norm, other.row_norm_eps, len(other.row_scale))
         == (first.row_norm, first.row_norm_eps, len(first.row_scale)),
         "biases": (len(other.bias1), len(other.bias2)) == (len(first.bias1), len(first.bias2)),
+        "quantisation": first.quant is None
+        if other.quant is None
+        else first.quant is not None and other.quant.alike(first.quant),
     }
     for what, equal in same.items():
         if not equal:
@@ -167,4 +172,5 @@ def _renamed(other: Layer, first: Layer, expert: int) -> Layer:
         bias1=leaves(other.bias1),
         bias2=leaves(other.bias2),
         row_scale=leaves(other.row_scale),
+        quant=None if other.quant is None else other.quant.renamed(leaves),
     )

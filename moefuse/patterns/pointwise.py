@@ -123,9 +123,16 @@ ROUNDING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 def is_rounding(expr: Expr) -> bool:
     """True for a cast between float types."""
-    if not isinstance(expr, Op) or expr.target is not torch.ops.aten._to_copy.default or expr.node is None:
+    if not isinstance(expr, Op) or expr.target is not torch.ops.aten._to_copy.default:
         return False
+    if expr.node is None:
+        return expr == widened(expr.args[0])
     return value(expr.node).dtype in ROUNDING and value(expr.node.args[0]).dtype in ROUNDING
+
+
+def widened(expr: Expr) -> Expr:
+    """A half precision value as the float32 in which one operator computes with it."""
+    return Op(torch.ops.aten._to_copy.default, (expr,), (("dtype", torch.float32),))
 
 
 def strip_casts(expr: Expr) -> Expr:

@@ -12,7 +12,9 @@ from torch.fx import Node
 
 from moefuse.patterns.facts import Axis, Conflict, Const, Dense, Dot, Expr, Leaf, Mean, Op, group_axes
 from moefuse.patterns.pointwise import ROUNDING, is_rounding, strip_casts, walk
+from moefuse.patterns.quantised import Dequant, QuantDot, Quantised
 from moefuse.patterns.rules import op_name, value
+from moefuse.patterns.unify import bind
 
 MUL = (torch.ops.aten.mul.Tensor, torch.ops.aten.mul.Scalar)
 DIV = (torch.ops.aten.div.Tensor, torch.ops.aten.div.Scalar)
@@ -58,10 +60,38 @@ def split_factors(every: list[Expr]) -> tuple[Expr, list[Expr]]:
 
 
 @dataclass(frozen=True)
+class Integers:
+    """How the operands of an expert GEMM are quantised.
+
+    row_bits: of the rows, 0 for floats. row_dtype: in which they lay before. scale, offset: (weight + offset) * scale,
+    one value per output channel, or one per group of inputs (group: their axes). The bias of int8 rows and int4 weights
+    is the assist of `QuantDot`.
+    """
+
+    row_bits: int
+    row_dtype: torch.dtype
+    weight_bits: int
+    scale: Leaf
+    offset: Leaf | None
+    group: tuple[Axis, ...]
+
+    @property
+    def scheme(self) -> str:
+        """w8a8, w4a16, ..."""
+        return f"w{self.weight_bits}a{self.row_bits or 16}"
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """The tensors that go with the weight."""
+        return tuple(leaf for leaf in (self.scale, self.offset) if leaf is not None)
+
+
+@dataclass(frozen=True)
 class Linear:
     """rows @ weight (+ bias): one expert GEMM.
 
-    dtype: that in which it runs; `weight` is the tensor as it is stored, before any cast to it.
+    dtype: that in which it runs; `weight` is the tensor as it is stored, before any cast to it. integers: for a product
+    of integers, whose `rows` are what was quantised, and whose dtype is that to which it is rounded.
     """
 
     rows: Expr
@@ -70,11 +100,25 @@ class Linear:
     bias: Leaf | None
     node: Node
     dtype: torch.dtype
+    integers: Integers | None = None
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        """The dtype of `rows`."""
+        return self.dtype if self.integers is None else self.integers.row_dtype
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """All tensors of the experts that it reads."""
+        own = (self.weight, *([self.bias] if self.bias is not None else []))
+        return own + (self.integers.leaves if self.integers is not None else ())
 
 
 def linear(expr: Expr) -> Linear | None:
     """The GEMM, with its bias, that an expression is; None for anything else."""
     inner = strip_casts(expr)
+    if isinstance(inner, QuantDot):
+        return _of_integers(inner)
     if isinstance(inner, Dot) and inner.expert:
         weight, dtype, rows = _weight_of(inner)
         return Linear(rows, weight, inner.over, None, inner.node, dtype)
@@ -89,6 +133,30 @@ def linear(expr: Expr) -> Linear | None:
         if len(bias.selectors) == len(product.weight.selectors):
             return replace(product, bias=bias)
     return None
+
+
+def _of_integers(dot: QuantDot) -> Linear:
+    """A product of integers, once all of its scales have come."""
+    weight = dot.b
+    if not isinstance(weight, Dequant) or weight.scale is None:
+        raise Conflict(f"the integer product `{dot.node.name}` is never multiplied by its weight's scale")
+    parts = (weight.stored, weight.scale, weight.offset, dot.assist)
+    whole, scale, offset, assist = (part if isinstance(part, Leaf) else None for part in parts)
+    if whole is None or scale is None:
+        raise Conflict(f"the weights of `{dot.node.name}` are not selected by the routing")
+    rows, bits = dot.a, 0
+    dtype = dot.dtype
+    if isinstance(rows, Quantised):
+        if not rows.scaled:
+            raise Conflict(f"the integer product `{dot.node.name}` is never multiplied by its rows' scales")
+        at = [digit for group in rows.at for digit in group]
+        if set(at) != set(dot.over) or len(at) != len(dot.over):
+            raise Conflict(f"`{dot.node.name}` multiplies a part of its quantised rows")
+        bits, dtype = rows.bits, rows.dtype
+        rows = bind(rows.row, dict(zip(rows.over, rows.at, strict=True)))
+    group = tuple(axis for axis in dot.over if axis in scale.axes)
+    integers = Integers(bits, dtype, weight.bits, scale, offset, group)
+    return Linear(rows, whole, dot.over, assist, dot.node, dot.dtype, integers)
 
 
 def _weight_of(dot: Dot) -> tuple[Leaf, torch.dtype, Expr]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from moefuse.patterns.facts import (
+    Among,
     Arrived,
     At,
     Axis,
@@ -26,6 +27,7 @@ from moefuse.patterns.facts import (
     Owned,
     Part,
     Perm,
+    Spread,
     Tally,
     group_size,
 )
@@ -52,7 +54,9 @@ def arrival_of(fact: Fact) -> Arrived | None:
 
 
 def same_ids(a: Expr, b: Expr) -> bool:
-    """True when both are the same ids, or a rank's numbers of its own experts made from the same ones."""
+    """True when both are the same ids, or a rank's numbers of its own experts made from the same ones alike."""
+    if isinstance(a, Spread | Among) and type(a) is type(b):
+        return isinstance(b, Spread | Among) and a.node is b.node
     if isinstance(a, Local) and isinstance(b, Local):
         return a.ids.node is b.ids.node and a.ranks == b.ranks
     return isinstance(a, Leaf) and isinstance(b, Leaf) and a.node is b.node

@@ -6,6 +6,7 @@ thing that is missing or strange (layer.py, merge.py say what is demanded).
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import sympy
 import torch
@@ -84,10 +85,10 @@ def _spec(site: Site) -> MoeSpec:
     """What the site computes, without the graph."""
     layer = site.layer
     inner = frozenset(layer.inner)
-    world = layer.ranks.world if layer.ranks is not None else 1
     dtypes = {value(leaf.node).dtype for leaf in (*layer.weight1, *layer.weight2)}
     if len(dtypes) != 1:
         raise Conflict(f"the layer's weights have different dtypes: {', '.join(sorted(map(str, dtypes)))}")
+    world = layer.ranks.world if layer.ranks is not None else 1
     count = _experts(layer)
     orientations = [{is_transposed(leaf, layer.contracted(leaf)) for leaf in layer.weight1}]
     orientations.append({is_transposed(leaf, inner) for leaf in layer.weight2})
@@ -115,16 +116,42 @@ def _spec(site: Site) -> MoeSpec:
         activation=layer.activation.activation,
         activation_params=layer.activation.params,
         activation_program=layer.activation.program,
-        activation_dtype=layer.activation_dtype,
+        activation_dtype=_activation_dtype(layer),
+        **_quant_fields(layer),
         weight_position=layer.weight_position,
         row_norm=layer.row_norm,
         row_norm_eps=layer.row_norm_eps,
         has_row_scale=bool(layer.row_scale),
         num_identity_experts=layer.identities,
         has_router_weight=any(not isinstance(factor, Const) for factor in layer.weights),
-        ids_checked=chosen_from(layer.ids) == count * world + layer.identities,
         ep_world_size=world,
+        ids_checked=layer.first == 0 and chosen_from(layer.ids) == count * world + layer.identities,
     )
+
+
+def _activation_dtype(layer: Layer) -> torch.dtype | None:
+    """The activation's; of quantised experts what their second GEMM quantises, None where that's the first one's."""
+    quant = layer.quant
+    if quant is None:
+        return layer.activation_dtype
+    return None if quant.activated_dtype in (None, quant.hidden_dtype) else quant.activated_dtype
+
+
+def _quant_fields(layer: Layer) -> dict[str, Any]:
+    """The fields of a spec that quantised experts have."""
+    quant = layer.quant
+    if quant is None:
+        return {}
+    groups = quant.groups
+    if not all(isinstance(size, int) for size in groups):
+        raise Conflict(f"the groups of inputs with a scale of their own are not static: {groups}")
+    return {
+        "quant": quant.scheme,
+        "hidden_dtype": quant.hidden_dtype,
+        "rows_dtype": quant.rows_dtype,
+        "has_weight_offsets": bool(quant.offset1 or quant.offset2),
+        "weight_scale_groups": groups,
+    }
 
 
 def _experts(layer: Layer) -> int:

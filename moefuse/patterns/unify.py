@@ -5,10 +5,12 @@ a group of the same size is always right; what is refused is a leaf indexed by a
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from moefuse.graph import sizes
 from moefuse.patterns.facts import (
+    Among,
     Arrived,
     At,
     Axis,
@@ -38,12 +40,14 @@ from moefuse.patterns.facts import (
     Pick,
     Pieces,
     Pos,
+    Spread,
     Sum,
     Table,
     Tally,
     group_axes,
     group_size,
 )
+from moefuse.patterns.quantised import Dequant, QuantDot, Quantised, RowScale
 
 Binding = Mapping[Axis, Group]
 
@@ -128,6 +132,11 @@ def _leaf(expr: Expr) -> Leaf:
     return expr
 
 
+def _bind_quantised(expr: Quantised, binding: Binding) -> Expr:
+    at = tuple(bind_group(group, binding) for group in expr.at)
+    return replace(expr, row=bind(expr.row, binding), at=at)
+
+
 _BINDERS: dict[type, Callable[[Any, Binding], Expr]] = {
     Leaf: _bind_leaf,
     Const: lambda e, b: e,
@@ -135,6 +144,10 @@ _BINDERS: dict[type, Callable[[Any, Binding], Expr]] = {
     Pos: lambda e, b: Pos(bind_group(e.group, b)),
     Op: lambda e, b: e.rebuilt(lambda part: bind(part, b)),
     Dot: lambda e, b: e.rebuilt(lambda part: bind(part, b)),
+    QuantDot: lambda e, b: e.rebuilt(lambda part: bind(part, b)),
+    Quantised: _bind_quantised,
+    RowScale: lambda e, b: e.rebuilt(lambda part: bind(part, b)),
+    Dequant: lambda e, b: e.rebuilt(lambda part: bind(part, b)),
     Sum: lambda e, b: e.rebuilt(lambda part: bind(part, b)),
     Mean: lambda e, b: e.rebuilt(lambda part: bind(part, b)),
     Cases: _bind_cases,
@@ -150,6 +163,8 @@ _BINDERS: dict[type, Callable[[Any, Binding], Expr]] = {
     ),
     Local: lambda e, b: Local(_leaf(bind(e.ids, b)), e.ranks),
     Block: lambda e, b: Block(_leaf(bind(e.ids, b)), e.ranks),
+    Among: lambda e, b: e.rebuilt(lambda part: bind(part, b)),
+    Spread: lambda e, b: e.rebuilt(lambda part: bind(part, b)),
     Pieces: _bind_pieces,
 }
 

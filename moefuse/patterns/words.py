@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from moefuse.patterns.facts import (
+    Among,
     Arrived,
     At,
     Axis,
@@ -36,6 +37,7 @@ from moefuse.patterns.facts import (
     Pick,
     Pieces,
     Pos,
+    Spread,
     Sum,
     Table,
     Tally,
@@ -148,6 +150,8 @@ _SAY: dict[type[Expr], Any] = {
     Offs: lambda s, e: f"how many of {s.expr(e.ids)} are at most {s.group(e.at)}",
     Mean: lambda s, e: f"mean over {s.group(e.over)} of {s.expr(e.body)}",
     Table: lambda s, e: f"(`{e.nodes[0].name}` ... `{e.nodes[-1].name}`)[{s.dims(e.index)}]",
+    Among: lambda s, e: f"{s.expr(e.ids)} less {e.first}, of {e.experts} experts",
+    Spread: lambda s, e: f"{s.expr(e.ids)} modulo the {e.ranks.experts} experts of a rank",
     Tally: lambda s, e: f"how many of `{e.ids.node.name}` are one of {sorted(e.experts)}",
     Owned: lambda s, e: f"how many of `{e.ids.node.name}` are experts of rank {s.group(e.at)}",
     Inflow: lambda s, e: (

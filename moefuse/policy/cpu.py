@@ -13,4 +13,11 @@ DEVICE = Check(
     "the layer is on {device}; the cpu target needs its tensors on the CPU",
 )
 
-CHECKS = (DEVICE, *reference.CHECKS)
+QUANT = Check(
+    "quant",
+    ("quant",),
+    lambda s: s.quant == "none",
+    'the experts are quantised as {quant}; the cpu target has no kernel for that, target="reference" has',
+)
+
+CHECKS = (DEVICE, *(QUANT if check.name == "quant" else check for check in reference.CHECKS))

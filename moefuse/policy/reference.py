@@ -7,6 +7,7 @@ import torch
 
 from moefuse.ops import activations
 from moefuse.ops.options import FLOATS, GATE_UPS, ROW_NORMS, WEIGHT_POSITIONS
+from moefuse.ops.quantised import SCHEMES
 from moefuse.ops.spec import MoeSpec
 from moefuse.policy.check import Check
 
@@ -17,7 +18,9 @@ def _activation(spec: MoeSpec) -> str:
 
 
 def _gradient(spec: MoeSpec) -> str:
-    """A custom program may cut the gradient (a comparison, a dtype of integers): found by running it."""
+    """Quantised experts have none; a custom program may cut it (a comparison, integers): found by running it."""
+    if spec.training and spec.quant != "none":
+        return f"training needs a gradient, and experts quantised as {spec.quant} have none"
     if not spec.training or spec.activation != activations.CUSTOM or _activation(spec):
         return ""
     g = torch.ones(1, requires_grad=True)
@@ -45,9 +48,15 @@ DTYPES = Check(
 )
 EXPERT_DTYPE = Check(
     "expert_dtype",
-    ("expert_dtype",),
-    lambda s: s.expert_dtype in FLOATS,
-    "the experts are {expert_dtype}; quantised GEMMs aren't supported",
+    ("expert_dtype", "quant"),
+    lambda s: s.expert_dtype in (FLOATS if s.quant == "none" else (torch.int8, torch.int32)),
+    "the experts are {expert_dtype}, quantised as {quant}; floats and the schemes of mega_moe.quant can be computed",
+)
+QUANT = Check(
+    "quant",
+    ("quant",),
+    lambda s: s.quant in ("none", *SCHEMES),
+    "the experts are quantised as {quant!r}, which is unknown",
 )
 ROUTER_DTYPE = Check(
     "router_dtype",
@@ -66,8 +75,8 @@ ACTIVATION = Check(
 )
 TOP_K = Check(
     "top_k",
-    ("top_k", "num_experts", "num_identity_experts"),
-    lambda s: s.top_k <= s.num_experts + s.num_identity_experts,
+    ("top_k", "num_experts", "num_identity_experts", "ids_checked"),
+    lambda s: s.top_k <= s.num_experts + s.num_identity_experts or not s.ids_checked,
     "top-{top_k} of {num_experts} experts: a token would go to one expert twice",
 )
 IDENTITY = Check(
@@ -82,6 +91,18 @@ ONE_RANK = Check(
     lambda s: s.ep_world_size == 1,
     "the experts are spread over {ep_world_size} ranks and this target doesn't communicate",
 )
-GRADIENT = Check("training", ("training", "activation", "activation_program", "gate_up"), _gradient)
+GRADIENT = Check("training", ("training", "activation", "activation_program", "gate_up", "quant"), _gradient)
 
-CHECKS = (SIZES, DTYPES, EXPERT_DTYPE, ROUTER_DTYPE, LAYOUT, ACTIVATION, TOP_K, IDENTITY, ONE_RANK, GRADIENT)
+CHECKS = (
+    SIZES,
+    DTYPES,
+    QUANT,
+    EXPERT_DTYPE,
+    ROUTER_DTYPE,
+    LAYOUT,
+    ACTIVATION,
+    TOP_K,
+    IDENTITY,
+    ONE_RANK,
+    GRADIENT,
+)

@@ -5,7 +5,7 @@ In: `register(target)`. Out: `get(name)` and `names()`; each registered target's
 """
 
 from moefuse import policy
-from moefuse.ops.kernels import register_communicator, register_kernel
+from moefuse.ops.kernels import register_communicator, register_kernel, register_quant_kernel
 from moefuse.targets.base import Target
 from moefuse.targets.cpu import CpuTarget
 from moefuse.targets.npu.target import NpuTarget
@@ -22,6 +22,8 @@ def register(target: Target) -> None:
     register_kernel(target.name, target.run)
     if target.communicates:
         register_communicator(lambda _, *call: target.run(*call), target.name)
+    if type(target).run_quantised is not Target.run_quantised:
+        register_quant_kernel(target.name, target.run_quantised)
 
 
 def get(name: str) -> Target:

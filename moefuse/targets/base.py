@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moefuse.ops.operands import Operands
 from moefuse.ops.options import Options
+from moefuse.ops.quantised import Quantisation
 from moefuse.ops.spec import MoeSpec
 from moefuse.policy import Verdict, checks_of, judge
 
@@ -45,3 +46,9 @@ class Target(ABC):
 
         The operator has checked shapes and dtypes, not the ids: those outside 0..E+Z-1 contribute nothing.
         """
+
+    def run_quantised(
+        self, context: Tensor | None, operands: Operands, options: Options, quantisation: Quantisation
+    ) -> tuple[Tensor, Tensor]:
+        """Compute a layer of quantised experts, likewise. A target without it is no target of `mega_moe.quant`."""
+        raise NotImplementedError(f"{self.name}: no quantised experts")

@@ -60,6 +60,17 @@ def set_node(node: Node, position: int, other: Node) -> Change:
     return lambda copy_of: _store(_in(copy_of, node), position, copy_of[other])
 
 
+def without(node: Node, name: str) -> Change:
+    """A keyword argument left out."""
+
+    def change(copy_of: Mapping[Node, Node]) -> None:
+        copy = _in(copy_of, node)
+        copy.kwargs = {key: value for key, value in copy.kwargs.items() if key != name}
+        copy.meta.pop("val", None)
+
+    return change
+
+
 def swap_leaves(node: Node, position: int) -> Change:
     """Two neighbouring constants change places."""
 
@@ -212,11 +223,12 @@ def propagate(graph_module: GraphModule) -> bool:
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
             try:
                 node.meta["val"] = node.target(*args, **kwargs)
+                new = compute_unbacked_bindings(mode.shape_env, node.meta["val"])
             except Exception:  # any failure of a fake kernel means: no valid program
                 return False
             changed.add(node)
             node.meta.pop("unbacked_bindings", None)
-            if new := compute_unbacked_bindings(mode.shape_env, node.meta["val"]):
+            if new:
                 node.meta["unbacked_bindings"] = new
     if replacements is not None and mode.shape_env.replacements != replacements:
         # The edit only fits one token count; it mustn't pin the symbol for the graphs that share it.

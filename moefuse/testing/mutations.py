@@ -39,6 +39,7 @@ from moefuse.testing.edits import (
     swap_uses,
     tensor_of,
     type_of,
+    without,
 )
 
 aten = torch.ops.aten
@@ -151,6 +152,14 @@ def change_constants(graph: Graph) -> Iterator[Edit]:
                 yield Edit("swap_constants", f"{node}[{position}]", swap_leaves(node, position))
 
 
+def leave_out(graph: Graph) -> Iterator[Edit]:
+    """An optional operand left out: a scale, a bias, a list of groups ..."""
+    for node in graph.nodes:
+        for name, given in node.kwargs.items():
+            if any(isinstance(leaf, Node) for leaf in pytree.tree_leaves(given)):
+                yield Edit("leave_out", f"{node}: {name}", without(node, name))
+
+
 def drop_operations(graph: Graph) -> Iterator[Edit]:
     """An operation replaced by one of its operands: no weight, no bias, no activation, no permutation ..."""
     for node in graph.nodes:
@@ -203,6 +212,7 @@ MUTATORS: tuple[Mutator, ...] = (
     perturb_operands,
     change_constants,
     drop_operations,
+    leave_out,
     change_operations,
     swap_siblings,
     escape,

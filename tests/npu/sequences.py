@@ -185,6 +185,22 @@ def with_skip(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
     )
 
 
+def finalize_one_block(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+    """drop_pad_mode 3 on one block of rows: slots without a row add nothing."""
+    weights, ids = route(logits)
+    rows, row_idx, counts = dispatch(x, ids)
+    y = mlp(rows, counts, w13, w2).unsqueeze(0)
+    return finalize(y, weights.to(x.dtype), row_idx, ids, drop_pad_mode=3)
+
+
+def clipped_swiglu(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+    """gpt-oss as vllm-ascend writes it."""
+    weights, ids = route(logits)
+    rows, row_idx, counts = dispatch(x, ids)
+    h = npu.npu_clipped_swiglu(gmm(rows, [w13], counts), group_index=counts)
+    return finalize(gmm(h, [w2], counts), weights.to(x.dtype), row_idx, ids)
+
+
 SEQUENCES: dict[str, Layer] = {
     layer.__name__: layer
     for layer in (
@@ -203,5 +219,7 @@ SEQUENCES: dict[str, Layer] = {
         slots_of_rows,
         unpermute_then_weigh,
         with_skip,
+        finalize_one_block,
+        clipped_swiglu,
     )
 }

@@ -298,6 +298,20 @@ def test_swiglu_activates_the_first_half() -> None:
             assert float(y[i, n]) == pytest.approx(silu(float(h[i, n])) * float(h[i, n + 4]), rel=1e-5)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_clipped_swiglu(interleaved: bool) -> None:
+    h = torch.randn(3, 8) * 5
+    y = npu.npu_clipped_swiglu(
+        h, group_index=torch.tensor([1, 1]), alpha=1.5, limit=6.0, bias=0.5, interleaved=interleaved
+    )
+    for i in range(2):
+        for n in range(4):
+            g, u = (float(v) for v in (h[i, 2 * n : 2 * n + 2] if interleaved else h[i, n::4]))
+            gate, up = min(g, 6.0), max(-6.0, min(u, 6.0))
+            assert float(y[i, n]) == pytest.approx(gate / (1 + math.exp(-1.5 * gate)) * (up + 0.5), rel=1e-5)
+    assert y[2].isnan().all()
+
+
 @pytest.mark.parametrize("left", [False, True])
 def test_dequant_swiglu_quant(left: bool) -> None:
     x = torch.randint(-1000, 1000, (5, 8), dtype=torch.int32)

@@ -134,12 +134,39 @@ def some_slots_only(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor) -> Tenso
     return npu.npu_moe_token_unpermute(y, row_idx, weights)
 
 
-def experts_of_one_rank(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+def some_experts(weigh: Callable[[Tensor, Tensor], Tensor], mode: int = 0, **options: Any) -> Layer:
+    """The experts 4..7 only, combined by absolute rows (mode 0) or by a finalize routing."""
+
+    def layer(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+        weights, ids = route(logits)
+        rows, row_idx, counts = dispatch(x, ids, active_expert_range=[E // 2, E], **options)
+        y = mlp(rows, counts, w13[: E // 2], w2[: E // 2]).nan_to_num()
+        weights = weigh(weights, ids)
+        if mode:
+            return finalize(y.unsqueeze(0) if mode == 3 else y, weights, row_idx, ids, drop_pad_mode=mode)
+        return npu.npu_moe_token_unpermute(y, row_idx.abs(), weights)
+
+    return layer
+
+
+some_experts_weighed_alike = some_experts(lambda w, ids: w)
+some_experts_by_the_others_mask = some_experts(lambda w, ids: w * (ids < E // 2))
+some_experts_by_half_a_mask = some_experts(lambda w, ids: w * (ids >= E // 4))
+some_experts_by_another_mask = some_experts(lambda w, ids: w * (w > 0.5))
+some_experts_by_a_mask_that_adds = some_experts(lambda w, ids: w + (ids >= E // 2))
+some_experts_by_mode_2 = some_experts(lambda w, ids: w * (ids >= E // 2), 2)
+some_experts_slots = some_experts(lambda w, ids: w * (ids >= E // 2), row_idx_type=1)
+for _name, _layer in list(globals().items()):
+    if _name.startswith("some_experts_"):
+        _layer.__name__ = _name
+
+
+def tokens_of_any_ids(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+    """A slot with the id -1 goes to expert 0 here."""
     weights, ids = route(logits)
-    weights = weights * (ids < E // 2)
-    rows, row_idx, counts = dispatch(x, ids, active_expert_range=[0, E // 2])
-    y = mlp(rows, counts, w13[: E // 2], w2[: E // 2])
-    return npu.npu_moe_token_unpermute(y.nan_to_num(), row_idx.abs(), weights)
+    rows, row_idx, sorted_ids = npu.npu_moe_init_routing(x, k_major(T), ids - 1, T)
+    ends = npu.npu_moe_compute_expert_tokens(sorted_ids, E).to(torch.int64)
+    return finalize(mlp(rows, ends, w13, w2, 0), weights, row_idx, drop_pad_mode=0)
 
 
 def absolute_rows_of_any_ids(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
@@ -161,10 +188,11 @@ def two_skips(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
     return npu.npu_moe_finalize_routing(y, x, x + 1, None, weights, row_idx, ids, drop_pad_mode=2)
 
 
-def padded_rows(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+def rows_of_a_capacity(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+    """drop_pad_mode 3 on a block per expert."""
     weights, ids = route(logits)
     rows, row_idx, counts = dispatch(x, ids)
-    return finalize(mlp(rows, counts, w13, w2).view(1, -1, H), weights, row_idx, drop_pad_mode=3)
+    return finalize(mlp(rows, counts, w13, w2).view(2, -1, H), weights, row_idx, drop_pad_mode=3)
 
 
 def some_lists_only(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
@@ -226,17 +254,24 @@ REFUSED: dict[Layer, str] = {
     rows_of_another_dispatch: "meet rows in the order of",
     some_rows_only: "only the rows of the first 1 of 2 tokens are kept",
     some_slots_only: "only the rows of the first 3 of 4 slots are kept",
-    experts_of_one_rank: "the init routing takes only the experts [0, 4] of 8",
+    some_experts_weighed_alike: "only slots of the experts 4..7 have a row",
+    some_experts_by_the_others_mask: "only slots of the experts 4..7 have a row",
+    some_experts_by_half_a_mask: "only slots of the experts 4..7 have a row",
+    some_experts_by_another_mask: "only slots of the experts 4..7 have a row",
+    some_experts_by_a_mask_that_adds: "only slots of the experts 4..7 have a row",
+    some_experts_by_mode_2: "only slots of the experts 4..7 have a row",
+    some_experts_slots: "the init routing takes the experts 4..7 only, and lists the slots of its rows",
+    tokens_of_any_ids: "may be negative: a count of those that are at most e",
     absolute_rows_of_any_ids: "the absolute value of row indices",
     absolute_rows_of_finished_tokens: "the absolute value of row indices",
     two_skips: "adds two tensors",
-    padded_rows: "leaves slots out (drop_pad_mode=3)",
+    rows_of_a_capacity: "cuts through an index of",
     some_lists_only: "offsets for 8 experts, weights for 7",
     one_list_and_one_stack: "whose weights are selected by ids once more",
-    quantised_rows: "quantises the token rows (quant_mode=1)",
+    quantised_rows: "read the integers of quantised rows as numbers of their own",
     an_activation_in_the_product: "a grouped GEMM with act_type=1",
-    a_scaled_product: "a grouped GEMM with scale: only plain products",
-    swiglu_over_rows: "rows in sorted order are sliced",
+    a_scaled_product: "a grouped GEMM of torch.float32 weights with scale",
+    swiglu_over_rows: "a gated activation over rows",
 }
 
 

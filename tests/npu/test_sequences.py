@@ -34,8 +34,10 @@ def test_a_sequence_becomes_one_node(name: str, tokens: int) -> None:
     assert not [name for name in names if "npu." in name and "gating" not in name]
     spec = outcome.report.sites[0].spec
     assert (spec.num_experts, spec.top_k, spec.hidden, spec.intermediate) == (E, K, H, I)
-    assert spec.activation == ("swiglustep" if name == "written_out_activation" else "swiglu")
-    assert (spec.gate_up, spec.ids_checked, spec.weight_position) == ("concat", True, "output")
+    activations = {"written_out_activation": "swiglustep", "clipped_swiglu": "swigluoai"}
+    gate_up = "interleaved" if name == "clipped_swiglu" else "concat"
+    assert spec.activation == activations.get(name, "swiglu")
+    assert (spec.gate_up, spec.ids_checked, spec.weight_position) == (gate_up, True, "output")
 
 
 @pytest.mark.parametrize("name", ["sglang_bf16", "sglang_legacy", "vllm_allgather", "token_permute"])

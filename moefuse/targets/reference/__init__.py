@@ -17,7 +17,9 @@ from moefuse.ops.expert import (
 )
 from moefuse.ops.operands import Operands
 from moefuse.ops.options import Options
+from moefuse.ops.quantised import Quantisation
 from moefuse.targets.base import Target
+from moefuse.targets.reference import quantised
 
 
 class ReferenceTarget(Target):
@@ -62,3 +64,9 @@ class ReferenceTarget(Target):
             y = y.index_add(0, token, identity_rows(x[token], topk_weights[token, slot], options, dtype))
         nums = torch.tensor(counts, dtype=torch.int32, device=x.device)
         return y.to(options.output_dtype or x.dtype), nums
+
+    def run_quantised(
+        self, context: Tensor | None, operands: Operands, options: Options, quantisation: Quantisation
+    ) -> tuple[Tensor, Tensor]:
+        """A layer of quantised experts."""
+        return quantised.run(context, operands, options, quantisation)

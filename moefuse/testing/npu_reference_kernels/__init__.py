@@ -30,6 +30,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "npu_grouped_matmul": experts.grouped_matmul,
     "npu_grouped_matmul.List": experts.grouped_matmul_list,
     "npu_swiglu": experts.swiglu,
+    "npu_clipped_swiglu": experts.clipped_swiglu,
     "npu_dynamic_quant": quant.dynamic_quant,
     "npu_dequant_swiglu_quant": quant.dequant_swiglu_quant,
     "npu_swiglu_quant": fused.swiglu_quant,

@@ -29,6 +29,31 @@ def swiglu(input: Tensor, dim: int = -1) -> Tensor:
     return (F.silu(gate) * up).to(input.dtype)
 
 
+def clipped_swiglu(
+    x: Tensor,
+    *,
+    group_index: Tensor | None = None,
+    dim: int = -1,
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    bias: float = 1.0,
+    interleaved: bool = True,
+) -> Tensor:
+    """c * sigmoid(alpha * c) * (clamp(up, -limit, limit) + bias), c = min(gate, limit).
+
+    gate and up are neighbours along `dim` (interleaved), or its halves. group_index holds the rows of each group; rows
+    after them are unwritten.
+    """
+    values = x.float().movedim(dim, -1)
+    gate, up = (values[..., ::2], values[..., 1::2]) if interleaved else values.chunk(2, dim=-1)
+    gate = gate.clamp(max=limit)
+    y = (gate * torch.sigmoid(alpha * gate) * (up.clamp(-limit, limit) + bias)).movedim(-1, dim)
+    if group_index is not None:
+        used = torch.arange(x.shape[0]) < group_index.sum()
+        y = y.masked_fill(~used.view(-1, *[1] * (x.dim() - 1)), UNDEFINED)
+    return y.to(x.dtype)
+
+
 def grouped_matmul(
     x: list[Tensor],
     weight: list[Tensor],

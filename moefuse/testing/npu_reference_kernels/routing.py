@@ -116,7 +116,7 @@ def init_routing_v2(
         smooth = None if scale is None else scale[(ids[order] - first).clamp(0, scale.shape[0] - 1)]
         rows, scales = dynamic_int8(rows, smooth)
     else:
-        rows = rows.masked_fill(~used.unsqueeze(1), UNDEFINED)
+        rows = rows.masked_fill(~used.unsqueeze(1), UNDEFINED if rows.is_floating_point() else 0)
         scales = x.new_zeros(slots, dtype=torch.float32) if scale is None else scale[order // k].float()
     scales = scales.masked_fill(~used, UNDEFINED)
     kept = slots if active_num <= 0 else min(active_num, slots)

@@ -42,6 +42,9 @@ npu_grouped_matmul.List(Tensor[] x, Tensor[] weight, *, Tensor[]? bias=None, Ten
 
 npu_swiglu(Tensor input, int dim=-1) -> Tensor
 
+npu_clipped_swiglu(Tensor x, *, Tensor? group_index=None, int dim=-1, float alpha=1.702, float limit=7.,
+    float bias=1., bool interleaved=True) -> Tensor
+
 npu_dynamic_quant(Tensor input, *, Tensor? smooth_scales=None, Tensor? group_index=None, int? dst_type=None,
     str quant_mode="pertoken", float dst_type_max=0.) -> (Tensor, Tensor)
 

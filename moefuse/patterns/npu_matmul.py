@@ -1,0 +1,361 @@
+"""Expert GEMMs by Ascend's operators: plain, of integers, of integer weights, and fused with what follows.
+
+In: rows in an order by expert, weights as one stacked tensor or one per expert, their scales and offsets, and the sizes
+of the groups of rows (or their ends). Out: the product of each row with its own expert's weight. What a scale belongs
+to is proved (hidden_states_quant.py); formats without a rule here are refused by name.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from moefuse.graph import sizes
+from moefuse.graph.sizes import Size
+from moefuse.patterns.facts import (
+    At,
+    Axis,
+    Conflict,
+    Count,
+    Dims,
+    Expr,
+    Fact,
+    Group,
+    Leaf,
+    Offs,
+    Op,
+    Table,
+    group_size,
+)
+from moefuse.patterns.finalize_routing import accumulated, weighted_rows
+from moefuse.patterns.grouped_matmul import grouped, row_order
+from moefuse.patterns.hidden_states_quant import PACKED, by_row, gated, plain_axes, quantise
+from moefuse.patterns.quantised import Dequant, QuantDot, Quantised
+from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
+from moefuse.patterns.unify import Unifier, bind
+
+_PLAIN_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "group_type": (0,),
+    "split_item": (2, 3),
+    "act_type": (0, None),
+}
+_NO_RULE = (
+    *("offset", "activation_input", "activation_quant_scale", "activation_quant_offset"),
+    *(
+        "x_dtype",
+        "weight_dtype",
+        "scale_dtype",
+        "per_token_scale_dtype",
+        "weight_scale_dtype",
+        "x_scale_dtype",
+    ),
+    *("w_dtype", "pertoken_scale_dtype"),
+)
+"""Static quantisation and number formats that the schemas name by a dtype of their own (MXFP8, MXFP4, HiFloat8)."""
+
+
+@rule("npu::npu_grouped_matmul")
+def npu_grouped_matmul(lift: Lifting, node: Node) -> Outcome:
+    """[x[0] times each expert's weight]; group_list holds running counts (group_list_type 0) or counts (1)."""
+    (x, *more), weights = argument(node, 0), argument(node, 1)
+    options: dict[str, Any] = dict(node.kwargs)
+    _demand_rules(options)
+    for name, allowed in _PLAIN_OPTIONS.items():
+        if options.get(name, 0) not in allowed:
+            raise Conflict(f"a grouped GEMM with {name}={options.get(name)}")
+    if more or not isinstance(options.get("group_list"), Node):
+        raise Conflict("a grouped GEMM of several inputs, or without a tensor of group sizes")
+    groups = _groups(lift, options["group_list"], options.get("group_list_type", 0))
+    (result,) = value(node)
+    if not value(weights[0]).is_floating_point():
+        return (_of_integers(lift, node, x, weights, groups, options, result.dtype),)
+    for name in ("scale", "antiquant_scale", "antiquant_offset", "per_token_scale"):
+        if options.get(name) is not None:
+            raise Conflict(f"a grouped GEMM of {value(weights[0]).dtype} weights with {name}")
+    if result.dtype != value(x).dtype:
+        raise Conflict(f"a grouped GEMM of {value(x).dtype} rows into {result.dtype}")
+    product = grouped(node, lift.fact(x), x, _of_experts(lift, weights), groups)
+    biases = options.get("bias")
+    if not biases:
+        return (product,)
+    key, experts = row_order(product, groups.ids, x)[1], group_size(groups.at)
+    return (_biased(node, product, _of_experts(lift, biases), key, experts),)
+
+
+def _demand_rules(options: dict[str, Any]) -> None:
+    for name in _NO_RULE:
+        if options.get(name) is not None:
+            raise Conflict(
+                f"a grouped GEMM with {name}: only floats, int8 and int4 with a scale are understood"
+            )
+
+
+def _groups(lift: Lifting, node: Node, kind: int | None) -> Offs | Count:
+    """The counts (kind 1) or running counts (0) of the ids."""
+    groups = lift.fact(node)
+    wanted, words = (Count, "counts") if kind == 1 else (Offs, "running counts")
+    if not isinstance(groups.expr, wanted) or groups.dims != (groups.expr.at,):
+        raise Conflict(f"the group list of the grouped GEMM is not the {words} of the ids", node)
+    return groups.expr
+
+
+# --- integers --------------------------------------------------------------------------------------------
+
+
+def _of_integers(
+    lift: Lifting,
+    node: Node,
+    x: Node,
+    weights: Sequence[Node],
+    groups: Offs | Count,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+) -> Fact:
+    """A product with int8 or int4 weights, of quantised rows or of floats."""
+    soft = value(x).is_floating_point()
+    names = ("antiquant_scale", "antiquant_offset") if soft else ("scale", "")
+    for name in {"scale", "antiquant_scale", "antiquant_offset", "per_token_scale"} - set(names):
+        if options.get(name) is not None and (soft or name != "per_token_scale"):
+            raise Conflict(f"a grouped GEMM of {value(x).dtype} rows and integer weights with {name}")
+    scale, offset = (_of_experts(lift, options[name]) if options.get(name) else None for name in names)
+    if soft and scale is None:
+        raise Conflict("a grouped GEMM of floats and integer weights without antiquant_scale")
+    biases = options.get("bias")
+    assisted = not soft and value(x).dtype == torch.int8 and value(weights[0]).dtype == torch.int32
+    if assisted and not biases:
+        raise Conflict(
+            "a grouped GEMM of int8 rows and int4 weights without the bias that makes up for its 8"
+        )
+    assist = _of_experts(lift, biases) if assisted and biases else None
+    product, key = integer_product(
+        lift,
+        node,
+        x,
+        _of_experts(lift, weights),
+        value(weights[0]).dtype,
+        groups,
+        scale,
+        offset,
+        assist,
+        dtype,
+    )
+    if (per_row := options.get("per_token_scale")) is not None:
+        product = by_row(product, lift.fact(per_row[0]), per_row[0])
+    if not biases or assisted:
+        return product
+    if not value(biases[0]).is_floating_point():
+        raise Conflict("a grouped GEMM with an integer bias, which is added before the scales", biases[0])
+    return _biased(node, product, _of_experts(lift, biases), key, group_size(groups.at))
+
+
+def integer_product(
+    lift: Lifting,
+    node: Node,
+    x: Node,
+    weight: Fact,
+    weight_dtype: torch.dtype,
+    groups: Offs | Count,
+    scale: Fact | None,
+    offset: Fact | None,
+    assist: Fact | None,
+    dtype: torch.dtype,
+) -> tuple[Fact, Expr]:
+    """(rows times each expert's integer weight as a `QuantDot`, the id of each row)."""
+    rows = lift.fact(x)
+    if len(rows.dims) != 2 or len(weight.dims) != 3 or not isinstance(weight.expr, Leaf | Table):
+        raise Conflict("a grouped GEMM whose operands are not [rows, K] and [experts, K, N]")
+    bits = 4 if weight_dtype == torch.int32 else 8
+    if weight_dtype not in (torch.int8, torch.int32):
+        raise Conflict(f"a grouped GEMM with weights of {weight_dtype}")
+    group, key = row_order(rows, groups.ids, x)
+    rows = _unpacked_rows(rows, value(x).dtype, bits)
+    weight = _unpacked(weight) if bits == 4 else weight
+    (expert,) = weight.dims[0] if len(weight.dims[0]) == 1 else (None,)
+    if not isinstance(expert, Axis) or not sizes.same(expert.size, group_size(groups.at)):
+        raise Conflict(
+            f"offsets for {group_size(groups.at)} experts, weights for {group_size(weight.dims[0])}"
+        )
+    unifier = Unifier()
+    for name, part in (("scale", scale), ("offset", offset), ("bias", assist)):
+        if part is not None:
+            _line_up(unifier, name, weight, part)
+    over = plain_axes(unifier.resolve(unifier.unify(rows.dims[1], weight.dims[1])))
+    (first,) = unifier.resolve((expert,))
+    assert isinstance(first, Axis)
+    select = {first: (At(key, expert.size),)}
+
+    def own(part: Fact | None) -> Expr | None:
+        return None if part is None else bind(unifier.expr(part.expr), select)
+
+    b = Dequant(bind(unifier.expr(weight.expr), select), own(scale), own(offset), bits)
+    expr = QuantDot(unifier.expr(rows.expr), b, over, True, node, dtype=dtype, assist=own(assist))
+    return Fact(expr, (group, unifier.resolve(weight.dims[2]))), key
+
+
+def _line_up(unifier: Unifier, name: str, weight: Fact, part: Fact) -> None:
+    """[E, N] or [E, G, N] beside a weight [E, K, N]: G rows of K / G inputs each."""
+    if len(part.dims) not in (2, 3) or not isinstance(part.expr, Leaf | Table):
+        raise Conflict(f"the {name} of a grouped GEMM is not [experts, N] or [experts, groups, N]")
+    experts, channels = group_size(part.dims[0]), group_size(part.dims[-1])
+    if not sizes.same(experts, group_size(weight.dims[0])):
+        raise Conflict(
+            f"a grouped GEMM with weights for {group_size(weight.dims[0])} experts, a {name} for {experts}"
+        )
+    if not sizes.same(channels, group_size(weight.dims[2])):
+        raise Conflict(
+            f"a grouped GEMM of {group_size(weight.dims[2])} channels with a {name} for {channels}"
+        )
+    unifier.unify(weight.dims[0], part.dims[0])
+    unifier.unify(weight.dims[2], part.dims[-1])
+    if len(part.dims) == 3 and part.dims[1]:
+        inputs = sizes.quotient(group_size(weight.dims[1]), group_size(part.dims[1]))
+        if inputs is None:
+            raise Conflict(
+                f"the {name} of a grouped GEMM has {group_size(part.dims[1])} groups of inputs, not evenly"
+            )
+        rest: Group = () if sizes.is_one(inputs) else (Axis(inputs),)
+        unifier.unify(weight.dims[1], (*part.dims[1], *rest))
+
+
+def _unpacked_rows(rows: Fact, dtype: torch.dtype, weight_bits: int) -> Fact:
+    """The rows with one index per value. Integer rows must be known as quantised, to what the product takes."""
+    if dtype.is_floating_point:
+        return rows
+    integers = rows.expr
+    if not isinstance(integers, Quantised):
+        raise Conflict("the rows of a grouped GEMM are integers, and no rule says of what")
+    if (integers.bits, weight_bits) not in ((8, 8), (8, 4), (4, 4)):
+        raise Conflict(f"a grouped GEMM of int{integers.bits} rows and int{weight_bits} weights")
+    if not integers.word:
+        return rows
+    word: dict[Axis, Group] = {axis: (Axis(axis.size),) for axis in integers.word}
+    inner = tuple(digit for axis in integers.word for digit in word[axis])
+    whole = bind(replace(integers, word=()), word)
+    return Fact(whole, (rows.dims[0], (*rows.dims[1], *inner)))
+
+
+def _unpacked(weight: Fact) -> Fact:
+    """A weight of int4 values, eight to an element along its last dimension, with one index per value."""
+    assert isinstance(weight.expr, Leaf | Table)
+    last, index = weight.dims[-1], list(weight.expr.index)
+    if last not in index or not last:
+        raise Conflict("packed weights are not read as they lie")
+    whole = (*last, Axis(PACKED))
+    index[index.index(last)] = whole
+    return Fact(replace(weight.expr, index=tuple(index)), (*weight.dims[:-1], whole))
+
+
+def _of_experts(lift: Lifting, tensors: Sequence[Node]) -> Fact:
+    """One tensor with the experts first: the one of the list, the one it is unbound from, or the list as it is."""
+    if len(tensors) == 1:
+        return _stored(lift, tensors[0])
+    if (whole := _unbound(tensors)) is not None:
+        return _stored(lift, whole)
+    shapes = {tuple(value(tensor).shape) for tensor in tensors}
+    if len(shapes) != 1:
+        raise Conflict(f"a grouped GEMM with tensors of different shapes: {sorted(shapes)}", tensors[0])
+    (shape,) = shapes
+    groups: Dims = tuple(() if sizes.is_one(size) else (Axis(size),) for size in (len(tensors), *shape))
+    return Fact(Table(tuple(tensors), groups), groups)
+
+
+def _stored(lift: Lifting, tensor: Node) -> Fact:
+    """The fact of a tensor, opaque where it was cast: integers of a weight or a scale mean what their dtype says."""
+    fact = lift.fact(tensor)
+    cast = isinstance(fact.expr, Leaf) and value(fact.expr.node).dtype != value(tensor).dtype
+    if cast and not value(tensor).is_floating_point():
+        dims: Dims = tuple(() if sizes.is_one(size) else (Axis(size),) for size in value(tensor).shape)
+        return Fact(Leaf(tensor, dims), dims)
+    return fact
+
+
+def _unbound(tensors: Sequence[Node]) -> Node | None:
+    """The tensor whose elements 0, 1, 2, ... the list holds, all of them; None for another list."""
+    pieces = argument(tensors[0], 0) if op_name(tensors[0]) == "getitem" else None
+    if (
+        not isinstance(pieces, Node)
+        or op_name(pieces) != "aten::unbind"
+        or argument(pieces, 1, "dim", 0) != 0
+    ):
+        return None
+    every = [op_name(t) == "getitem" and t.args == (pieces, expert) for expert, t in enumerate(tensors)]
+    whole = argument(pieces, 0)
+    return whole if all(every) and len(every) == len(value(pieces)) and isinstance(whole, Node) else None
+
+
+def _biased(node: Node, product: Fact, bias: Fact, ids: Expr, experts: Size) -> Fact:
+    """product + bias[expert]: the bias is selected by the same ids as the weight."""
+    (expert,) = bias.dims[0] if len(bias.dims) == 2 and len(bias.dims[0]) == 1 else (None,)
+    if not isinstance(bias.expr, Leaf | Table) or not isinstance(expert, Axis):
+        raise Conflict("the bias of a grouped GEMM is not [experts, N]")
+    if not sizes.same(expert.size, experts):
+        raise Conflict(f"a grouped GEMM with weights for {experts} experts, biases for {expert.size}")
+    unifier = Unifier()
+    features = unifier.unify(product.dims[1], bias.dims[1])
+    selected = unifier.expr(bind(bias.expr, {expert: (At(ids, expert.size),)}))
+    expr = Op(torch.ops.aten.add.Tensor, (unifier.expr(product.expr), selected), (), node)
+    return Fact(expr, (product.dims[0], features))
+
+
+@rule("npu::npu_swiglu")
+def npu_swiglu(lift: Lifting, node: Node) -> Outcome:
+    """silu(first half) * second half of a dimension."""
+    rows = lift.fact(argument(node, 0))
+    if not rows.expr.hard:
+        return None
+    dim = int(argument(node, 1, "dim", -1)) % len(rows.dims)
+    if dim != len(rows.dims) - 1:
+        raise Conflict("a gated activation over rows")
+    return gated(rows, value(node).dtype)
+
+
+@rule("npu::npu_grouped_matmul_swiglu_quant_v2", "npu::npu_grouped_matmul_swiglu_quant")
+def npu_grouped_matmul_swiglu_quant(lift: Lifting, node: Node) -> Outcome:
+    """The product of quantised rows with integer weights, the gated product, int8 with one scale per row."""
+    first = op_name(node) == "npu::npu_grouped_matmul_swiglu_quant"
+    options: dict[str, Any] = dict(node.kwargs)
+    _demand_rules(options)
+    for name in ("bias", "offset", "smooth_scale"):
+        if options.get(name) is not None:
+            raise Conflict(f"a grouped GEMM with activation and quantisation, and {name}")
+    modes = [options.get(name, default) for name, default in _FUSED_DEFAULTS.items()]
+    if modes[0] not in (0, 1) or modes[1:] != list(_FUSED_DEFAULTS.values())[1:]:
+        given = ", ".join(f"{name}={mode}" for name, mode in zip(_FUSED_DEFAULTS, modes, strict=True))
+        raise Conflict(
+            f"a grouped GEMM with activation and quantisation to other than int8 per row ({given})"
+        )
+    x, weights = argument(node, 0), argument(node, 1)
+    scales, x_scale, group_list = (argument(node, i) for i in ((3, 4, 2) if first else (2, 3, 4)))
+    weights, scales = ([weights], [scales]) if first else (weights, scales)
+    groups = _groups(lift, group_list, options.get("group_list_type", 0))
+    tensors = {"scale": scales, "per_token_scale": [x_scale], "bias": options.get("weight_assist_matrix")}
+    product = _of_integers(lift, node, x, weights, groups, tensors, torch.float32)
+    return (*quantise(gated(product, torch.float32), 8, torch.float32), *((None,) if first else ()))
+
+
+_FUSED_DEFAULTS = {"dequant_mode": 0, "dequant_dtype": 6, "quant_mode": 0, "quant_dtype": 1}
+
+
+@rule("npu::npu_grouped_matmul_finalize_routing")
+def npu_grouped_matmul_finalize_routing(lift: Lifting, node: Node) -> Outcome:
+    """The product of quantised rows, each times its logit, added to its token's row of the output."""
+    options: dict[str, Any] = dict(node.kwargs)
+    _demand_rules(options)
+    x, weight, group_list = (argument(node, i) for i in range(3))
+    if options.get("shared_input") is not None:
+        raise Conflict("the finalize routing adds a shared expert's rows to a part of the output")
+    if options.get("scale") is None or not isinstance(row_index := options.get("row_index"), Node):
+        raise Conflict("a grouped GEMM with finalize routing, without scale or row_index")
+    groups = _groups(lift, group_list, options.get("group_list_type", 1))
+    given = {
+        "scale": [options["scale"]],
+        "bias": [options["bias"]] if options.get("bias") is not None else None,
+    }
+    if (per_row := options.get("pertoken_scale")) is not None:
+        given["per_token_scale"] = [per_row]
+    rows = _of_integers(lift, node, x, [weight], groups, given, torch.float32)
+    if (logit := options.get("logit")) is not None:
+        rows = weighted_rows(lift, node, rows, logit)
+    return accumulated(lift, node, rows, row_index, options.get("output_bs") or value(x).shape[0])

@@ -1,0 +1,134 @@
+"""MoE layers whose rows travel between ranks, spelled with Ascend's operators: what one rank of two runs.
+
+Each is a function of (x [T, H], logits [T, E], and this rank's experts: w13, w2 and what belongs to them).
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tests.npu.quant_sequences import INT32, Weights, encoded, gmm, second
+from tests.npu.sequences import E, mlp, npu, route
+
+WORLD, RANK = 2, 1
+LOCAL = E // WORLD
+FIRST = RANK * LOCAL
+GROUP = "ep"
+
+Mlp = Callable[[Tensor, Tensor | None, Tensor, tuple[Tensor, ...]], Tensor]
+"""Rows, their scales (None for floats), rows per expert and the experts' tensors: their outputs in bfloat16."""
+
+
+def floats(rows: Tensor, scales: Tensor | None, counts: Tensor, tensors: tuple[Tensor, ...]) -> Tensor:
+    return mlp(rows, counts, tensors[0], tensors[1])
+
+
+def w8a8(rows: Tensor, scales: Tensor | None, counts: Tensor, tensors: tuple[Tensor, ...]) -> Tensor:
+    w = Weights(*tensors)
+    h = gmm(rows, w.w13, counts, output_dtype=INT32)
+    a, a_scales = npu.npu_dequant_swiglu_quant(
+        h, weight_scale=w.s13, activation_scale=scales, group_index=counts, activate_left=True, quant_mode=1
+    )
+    return second(a, a_scales, w, counts)
+
+
+def w4a8(rows: Tensor, scales: Tensor | None, counts: Tensor, tensors: tuple[Tensor, ...]) -> Tensor:
+    w = Weights(*tensors)
+    h = gmm(rows, w.w13, counts, scale=[encoded(w.s13)], per_token_scale=[scales], bias=[w.o13])
+    a, a_scales = npu.npu_dynamic_quant(npu.npu_swiglu(h))
+    return gmm(a, w.w2, counts, scale=[encoded(w.s2)], per_token_scale=[a_scales], bias=[w.o2])
+
+
+def w4a16(rows: Tensor, scales: Tensor | None, counts: Tensor, tensors: tuple[Tensor, ...]) -> Tensor:
+    w = Weights(*tensors)
+    h = gmm(rows, w.w13, counts, antiquant_scale=[w.s13], antiquant_offset=[w.o13])
+    return gmm(npu.npu_swiglu(h), w.w2, counts, antiquant_scale=[w.s2], antiquant_offset=[w.o2])
+
+
+MLPS: dict[str, Mlp] = {"bf16": floats, "w8a8": w8a8, "w4a8": w4a8, "w4a16": w4a16}
+
+
+def allgather(x: Tensor, logits: Tensor, *tensors: Tensor, scheme: str = "bf16") -> Tensor:
+    """vllm-ascend, xLLM: every rank has all tokens, and takes those of its experts; an all_reduce follows."""
+    routing, ids = route(logits)
+    routing = routing * ((ids >= FIRST) & (ids < FIRST + LOCAL))
+    rows, row_idx, counts, scales = npu.npu_moe_init_routing_v2(
+        x,
+        ids,
+        expert_num=E,
+        expert_tokens_num_type=1,
+        expert_tokens_num_flag=True,
+        active_expert_range=[FIRST, FIRST + LOCAL],
+        quant_mode=1 if scheme in ("w8a8", "w4a8") else -1,
+    )
+    y = MLPS[scheme](rows, scales, counts, tensors)
+    return npu.npu_moe_token_unpermute(y, row_idx.abs(), routing.to(x.dtype))
+
+
+def without_shell(x: Tensor, logits: Tensor, *tensors: Tensor, scheme: str = "bf16") -> Tensor:
+    """SGLang's path for its coming EP: the same, with a combine that leaves out slots without a row."""
+    routing, ids = route(logits)
+    rows, row_idx, counts, scales = npu.npu_moe_init_routing_v2(
+        x,
+        ids,
+        expert_num=E,
+        expert_tokens_num_type=1,
+        expert_tokens_num_flag=True,
+        active_expert_range=[FIRST, FIRST + LOCAL],
+        quant_mode=1 if scheme in ("w8a8", "w4a8") else -1,
+    )
+    y = MLPS[scheme](rows, scales, counts, tensors)
+    return npu.npu_moe_finalize_routing(
+        y.unsqueeze(0), None, None, None, routing.to(x.dtype), row_idx, ids, drop_pad_mode=3
+    )
+
+
+def mc2(x: Tensor, logits: Tensor, *tensors: Tensor, scheme: str = "bf16") -> Tensor:
+    """vllm-ascend, SGLang: dispatch and combine over the ranks, each one operator."""
+    routing, ids = route(logits)
+    mode = 2 if scheme in ("w8a8", "w4a8") else 0
+    rows, scales, where, counts, received, _, _ = npu.npu_moe_distribute_dispatch_v2(
+        x, ids, GROUP, WORLD, RANK, E, quant_mode=mode
+    )
+    y = MLPS[scheme](rows, scales, counts, tensors)
+    return npu.npu_moe_distribute_combine_v2(y, ids, where, received, routing, GROUP, WORLD, RANK, E)
+
+
+def mc2_older(x: Tensor, logits: Tensor, *tensors: Tensor, scheme: str = "bf16") -> Tensor:
+    """The first versions of both operators."""
+    routing, ids = route(logits)
+    mode = 2 if scheme in ("w8a8", "w4a8") else 0
+    rows, scales, index, counts, received, _, _ = npu.npu_moe_distribute_dispatch(
+        x, ids, GROUP, WORLD, RANK, E, quant_mode=mode
+    )
+    y = MLPS[scheme](rows, scales, counts, tensors)
+    return npu.npu_moe_distribute_combine(y, ids, index, received, routing, GROUP, WORLD, RANK, E)
+
+
+def alltoall(x: Tensor, logits: Tensor, *tensors: Tensor, scheme: str = "bf16") -> Tensor:
+    """vllm-ascend: permute, exchange, order the rows by expert, and all of it back. Even pieces stand for counts."""
+    exchange = torch.ops._c10d_functional.all_to_all_single
+    wait = torch.ops._c10d_functional.wait_tensor
+    routing, ids = route(logits)
+    rows, row_idx = npu.npu_moe_token_permute(x, ids)
+    pieces = [rows.shape[0] // WORLD] * WORLD
+    counts = torch.histc(ids.float(), bins=E, min=0, max=E).to(torch.int64)
+    arrived = wait(exchange(counts, [LOCAL] * WORLD, [LOCAL] * WORLD, GROUP))
+    rows = wait(exchange(rows, pieces, pieces, GROUP))
+    rows, _, order, counts = npu.npu_moe_re_routing(rows, arrived.view(WORLD, LOCAL))
+    scales = None
+    if scheme in ("w8a8", "w4a8"):
+        rows, scales = npu.npu_dynamic_quant(rows)
+    y = MLPS[scheme](rows, scales, counts, tensors)
+    y = wait(exchange(y[order.argsort()], pieces, pieces, GROUP))
+    return npu.npu_moe_token_unpermute(y, row_idx, routing.to(x.dtype))
+
+
+SHELLS = {
+    "ALLGATHER": allgather,
+    "none": without_shell,
+    "MC2": mc2,
+    "MC2, first version": mc2_older,
+    "ALLTOALL": alltoall,
+}

@@ -1,0 +1,137 @@
+"""Quantised sequences become one node, with the numbers that they had and those of a plain loop."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+import moefuse
+from moefuse.policy import decide
+from moefuse.testing import capture_graph
+from tests.npu.quant_sequences import CASES, Case, H, I, Weights
+from tests.npu.sequences import E, K, route
+
+fuse = partial(moefuse.fuse, options={"target": "reference"})
+
+EQUAL, LOOP = 1e-2, 2e-2
+"""Norm-wise. Fused and unfused are equal bit by bit but where the graph rounds within its activation, which moves some
+integers of a row by one. The loop in float64 rounds nothing to bfloat16's eight bits, and int4 has seven steps."""
+
+
+ROUNDED = ("w8a8_swiglustep", "w8a8_gelu_and_mul")
+"""Activations written out in bfloat16, a rounding per operator."""
+FIXED = ("w8a8_legacy_prefill", "w8a8_legacy_decode", "weights_alone", "w8a8_fused_last_product")
+"""Their token count is a number of the graph."""
+
+
+def inputs(tokens: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    return torch.randn(tokens, H, generator=generator).bfloat16(), torch.randn(tokens, E, generator=generator)
+
+
+def off(got: Tensor, want: Tensor) -> float:
+    """The norm-wise difference."""
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_sequence_becomes_one_node(name: str) -> None:
+    case = CASES[name]
+    arguments = (*inputs(5), *case.tensors)
+    captured = capture_graph(case.layer, arguments)
+    result = fuse(captured.graph_module)
+    assert result.report.fused == 1, result.report
+    targets = [str(node.target) for node in result.graph_module.graph.nodes if node.op == "call_function"]
+    assert [target for target in targets if "mega_moe" in target] == ["moefuse.mega_moe.quant"]
+    assert not [target for target in targets if target.startswith("npu.")]
+    spec = result.report.sites[0].spec
+    assert (spec.quant, spec.activation, spec.gate_up) == (case.scheme, case.activation, case.gate_up)
+    assert (spec.num_experts, spec.top_k, spec.hidden, spec.intermediate) == (E, K, H, I)
+    assert spec.weight_scale_groups == (case.groups, case.groups)
+    assert spec.has_weight_offsets == case.scheme.endswith("a16")
+    for tokens in (1, 5, 16):
+        x, logits = inputs(tokens)
+        if tokens != 5 and case.layer.__name__ in FIXED:
+            continue  # their token count is a number of the graph
+        want, got = case.layer(x, logits, *case.tensors), result.graph_module(x, logits, *case.tensors)[0]
+        assert got.dtype == want.dtype
+        assert off(got, want) <= (EQUAL if name in ROUNDED else 0)
+    assert off(result.graph_module(*captured.inputs)[0], loop(case, *arguments)) < LOOP
+
+
+def loop(case: Case, x: Tensor, logits: Tensor, *tensors: Tensor) -> Tensor:
+    """Slot by slot in float64, with the integers that the scheme makes, from unpacked weights."""
+    w, (routing, ids) = Weights(*tensors), route(logits)
+    bits = {"w8a8": 8, "w4a8": 8, "w4a4": 4}.get(case.scheme, 0)
+
+    def matrix(weight: Tensor, e: int) -> Tensor:
+        if weight.dtype == torch.int8:
+            return weight[e].double()
+        words = weight[e].long()
+        columns = [((words >> 4 * i) & 15) for i in range(8)]
+        values = torch.stack([c - 16 * (c > 7) for c in columns], dim=-1)
+        return values.reshape(words.shape[0], -1).double()
+
+    def gemm(row: Tensor, weight: Tensor, scale: Tensor, other: Tensor, e: int) -> Tensor:
+        m, s = matrix(weight, e), scale[e].double()
+        rows = 1 if s.dim() == 1 else m.shape[0] // s.shape[0]
+        every = s if s.dim() == 1 else s.repeat_interleave(rows, 0)
+        if not bits:
+            o = other[e].double()
+            return row @ ((m + (o if o.dim() == 1 else o.repeat_interleave(rows, 0))) * every)
+        step = row.abs().max() / (2 ** (bits - 1) - 1)
+        return ((row / step).round() @ (m * every)) * step  # the assist of w4a8 makes up for its 8
+
+    def activated(h: Tensor) -> Tensor:
+        if case.activation == "swigluoai":
+            g, u = h[::2].clamp(max=7.0), h[1::2].clamp(-7.0, 7.0)
+            return g * torch.sigmoid(1.702 * g) * (u + 1)
+        g, u = h.chunk(2) if case.gate_up == "concat" else reversed(h.chunk(2))
+        if case.activation == "situglu":
+            return 4 * torch.tanh(g / 4) * torch.sigmoid(g) * 2 * torch.tanh(u / 2)
+        if case.activation == "geglu":
+            return torch.nn.functional.gelu(g) * u
+        if case.activation == "swiglustep":
+            return torch.nn.functional.silu(g).clamp(max=7.0) * u.clamp(-7.0, 7.0)
+        return torch.nn.functional.silu(g) * u
+
+    y = torch.zeros(x.shape[0], H, dtype=torch.float64)
+    for t in range(x.shape[0]):
+        for j in range(K):
+            e = int(ids[t, j])
+            a = activated(gemm(x[t].double(), w.w13, w.s13, w.o13, e))
+            y[t] += float(routing[t, j]) * gemm(a, w.w2, w.s2, w.o2, e)
+    return y
+
+
+def test_every_target_but_the_reference_refuses_by_name() -> None:
+    case = CASES["w8a8_integer_product"]
+    captured = capture_graph(case.layer, (*inputs(5), *case.tensors))
+    report = moefuse.fuse(captured.graph_module).report
+    assert report.fused == 0
+    assert "the experts are quantised as w8a8; the cpu target has no kernel" in report.sites[0].reason
+    assert decide(report.sites[0].spec, target="reference").ok
+
+
+def test_one_graph_for_every_token_count() -> None:
+    case = CASES["w8a8_fused_first_product"]
+    captured = capture_graph(case.layer, (*inputs(5), *case.tensors), dynamic={0: (0,), 1: (0,)})
+    fused = fuse(captured.graph_module)
+    assert fused.report.fused == 1, fused.report
+    for tokens in (0, 1, 9):
+        arguments = (*inputs(tokens), *case.tensors)
+        got, want = fused.graph_module(*arguments)[0], case.layer(*arguments)
+        assert got.shape == want.shape
+        assert tokens == 0 or off(got, want) < EQUAL
+
+
+def test_torch_compile() -> None:
+    case = CASES["w4a8"]
+    arguments = (*inputs(6), *case.tensors)
+    torch._dynamo.reset()
+    compiled = torch.compile(case.layer, backend="moefuse", options={"inner": "eager", "target": "reference"})
+    with torch.no_grad():
+        got = compiled(*arguments)
+    assert moefuse.reports()[-1].fused == 1
+    assert off(got, case.layer(*arguments)) < EQUAL

@@ -1,0 +1,190 @@
+"""Layers whose rows travel between ranks: what is proved of them, and what is refused by its name."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+import moefuse
+from moefuse.ops.spec import MoeSpec
+from moefuse.passes.fuse import fuse_site
+from moefuse.passes.lift import explain, find
+from moefuse.patterns.engine import lift
+from moefuse.patterns.facts import Conflict, Ranks
+from moefuse.policy.npu import Conditions, decide_npu
+from moefuse.testing import capture_graph
+from tests.npu import shells
+from tests.npu.quant_sequences import H, I, weights
+from tests.npu.sequences import E, K, npu, route
+from tests.npu.shells import GROUP, LOCAL, MLPS, RANK, WORLD, Mlp
+
+T = 8
+
+
+def operands(scheme: str, experts: int = LOCAL) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    x, logits = draw(T, H).bfloat16(), draw(T, E)
+    if scheme == "bf16":
+        w13, w2 = draw(experts, H, 2 * I) / H**0.5, draw(experts, I, H) / I**0.5
+        return x, logits, w13.bfloat16(), w2.bfloat16()
+    return (x, logits, *(tensor[:experts] for tensor in weights(scheme)))
+
+
+def captured(layer: Any, scheme: str = "bf16") -> GraphModule:
+    return capture_graph(partial(layer, scheme=scheme), operands(scheme)).graph_module
+
+
+@pytest.mark.parametrize("layer", [shells.mc2, shells.mc2_older])
+@pytest.mark.parametrize("scheme", MLPS)
+def test_a_dispatch_and_its_combine_are_one_layer_over_ranks(layer: Any, scheme: str) -> None:
+    graph_module = captured(layer, scheme)
+    (site,) = lift(graph_module.graph).sites
+    assert site.layer.ranks == Ranks(GROUP, WORLD, RANK, LOCAL)
+    spec: MoeSpec = site.spec
+    assert (spec.num_experts, spec.ep_world_size, spec.top_k, spec.ids_checked) == (E, WORLD, K, True)
+    assert spec.quant == ("none" if scheme == "bf16" else scheme)
+    report = moefuse.fuse(graph_module, options={"target": "reference"}).report
+    assert "the experts are spread over 2 ranks" in report.sites[0].reason
+    with pytest.raises(Conflict, match="no communication context is planned for the group 'ep'"):
+        fuse_site(graph_module.graph, site, "reference")
+
+
+def test_the_ascend_policy_judges_it() -> None:
+    (site,) = lift(captured(shells.mc2).graph).sites
+    verdict = decide_npu(site.spec, Conditions("Ascend910_9382", "R6", 64))
+    assert verdict.check == "hidden"  # everything else of the layer fits
+
+
+@pytest.mark.parametrize("scheme", MLPS)
+def test_on_one_rank_it_is_a_plain_layer(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("WORLD", 1), ("RANK", 0), ("LOCAL", E)):
+        monkeypatch.setattr(shells, name, value)
+    arguments = operands(scheme, E)
+    graph = capture_graph(partial(shells.mc2, scheme=scheme), arguments)
+    fused = moefuse.fuse(graph.graph_module, options={"target": "reference"})
+    assert fused.report.fused == 1, fused.report
+    got, want = fused.graph_module(*graph.inputs)[0], shells.mc2(*arguments, scheme=scheme)
+    difference = float((got.double() - want.double()).norm() / want.double().norm())
+    assert difference < 1e-2  # bfloat16, whose sums the combine may round in another place
+
+
+def why(graph_module: GraphModule) -> str:
+    lifted = lift(graph_module.graph)
+    assert not lifted.sites, lifted.sites[0].spec.describe()
+    assert find(graph_module.graph, frozenset(), lifted), "the layer isn't even reported"
+    return "\n".join(explain(loss) for loss in lifted.losses.values())
+
+
+@pytest.mark.parametrize("scheme", MLPS)
+def test_an_exchange_of_pieces_is_refused(scheme: str) -> None:
+    assert "the group list of the grouped GEMM is not the counts of the ids" in why(
+        captured(shells.alltoall, scheme)
+    )
+
+
+# --- every rank has all tokens ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer", [shells.allgather, shells.without_shell])
+@pytest.mark.parametrize("scheme", MLPS)
+def test_this_ranks_experts_of_all_tokens(layer: Any, scheme: str) -> None:
+    arguments = operands(scheme)
+    graph = capture_graph(partial(layer, scheme=scheme), arguments)
+    fused = moefuse.fuse(graph.graph_module, options={"target": "reference"})
+    assert fused.report.fused == 1, fused.report
+    spec = fused.report.sites[0].spec
+    assert (spec.num_experts, spec.ep_world_size, spec.ids_checked) == (LOCAL, 1, False)
+    got, want = fused.graph_module(*graph.inputs)[0], layer(*arguments, scheme=scheme)
+    assert float((got.double() - want.double()).norm() / want.double().norm()) < 1e-2  # as on one rank
+
+
+def test_this_ranks_experts_against_a_loop() -> None:
+    x, logits, w13, w2 = (t.float() for t in operands("bf16"))
+    graph = capture_graph(shells.allgather, (x, logits, w13, w2))
+    fused = moefuse.fuse(graph.graph_module)
+    assert fused.report.fused == 1, fused.report
+    weights, ids = route(logits)
+    want = torch.zeros(T, H, dtype=torch.float64)
+    for t in range(T):
+        for j in range(K):
+            e = int(ids[t, j]) - shells.FIRST
+            if 0 <= e < LOCAL:
+                gate, up = (x[t].double() @ w13[e].double()).chunk(2)
+                want[t] += float(weights[t, j]) * ((torch.nn.functional.silu(gate) * up) @ w2[e].double())
+    torch.testing.assert_close(fused.graph_module(*graph.inputs)[0].double(), want, rtol=1e-5, atol=1e-5)
+
+
+# --- pairs that aren't one ----------------------------------------------------------------------------------
+
+
+def sent_and_brought_back(change: dict[str, Any]) -> Any:
+    """MC2 in bf16 with another operand of the combine, or an effect in between."""
+
+    def layer(x: Tensor, logits: Tensor, *tensors: Tensor, scheme: str = "bf16") -> Tensor:
+        routing, ids = route(logits)
+        mlp: Mlp = MLPS[scheme]
+        sent = npu.npu_moe_distribute_dispatch_v2(x, ids, GROUP, WORLD, RANK, E)
+        other = npu.npu_moe_distribute_dispatch_v2(x * 2, route(-logits)[1], GROUP, WORLD, RANK, E)
+        y = mlp(sent[0], None, other[3] if "counts" in change else sent[3], tensors)
+        if "scale" in change:
+            y = y * logits.abs().amax().to(y.dtype)
+        if "bias" in change:
+            y = y + tensors[1][0, 0]
+        return npu.npu_moe_distribute_combine_v2(
+            y,
+            route(-logits)[1] if "ids" in change else ids,
+            other[2] if "way" in change else sent[2],
+            other[4] if "received" in change else sent[4],
+            routing,
+            *(change.get("place", (GROUP, WORLD, RANK, E))),
+        )
+
+    return layer
+
+
+PAIRS: dict[str, tuple[dict[str, Any], str]] = {
+    "other counts": ({"counts": 1}, "not the same ids"),
+    "other ids": ({"ids": 1}, "are brought back by other ids"),
+    "another way back": ({"way": 1}, "isn't what `npu_moe_distribute_dispatch_v2` says of its way"),
+    "other receive counts": ({"received": 1}, "isn't what `npu_moe_distribute_dispatch_v2` says of its way"),
+    "another group": ({"place": ("tp", WORLD, RANK, E)}, "by another operator, or other ranks"),
+    "another rank": ({"place": (GROUP, WORLD, 0, E)}, "by another operator, or other ranks"),
+    "a number of this rank's": ({"scale": 1}, "which each rank has for itself"),
+    "a bias of this rank's": ({"bias": 1}, "which each rank has for itself"),
+}
+
+
+@pytest.mark.parametrize("case", PAIRS)
+def test_a_pair_that_is_none(case: str) -> None:
+    change, reason = PAIRS[case]
+    assert reason in why(captured(sent_and_brought_back(change)))
+
+
+ARGUMENTS: Sequence[tuple[str, str, Any, str]] = (
+    ("dispatch_v2", "x_active_mask", "x", "tokens are left out by a mask"),
+    ("dispatch_v2", "expert_scales", "x", "the dispatch takes the routing weights"),
+    ("dispatch_v2", "scales", "x", "smooth scales"),
+    ("dispatch_v2", "quant_mode", 4, "quantises with quant_mode=4"),
+    ("dispatch_v2", "shared_expert_rank_num", 1, "with shared_expert_rank_num=1"),
+    ("dispatch_v2", "zero_expert_num", 1, "with zero_expert_num=1"),
+    ("combine_v2", "shared_expert_x", "x", "adds a shared expert's rows"),
+    ("combine_v2", "comm_quant_mode", 2, "with comm_quant_mode=2"),
+    ("combine_v2", "expand_scales", "x", "weights in the order of the rows"),
+)
+
+
+@pytest.mark.parametrize(("operator", "argument", "value", "reason"), ARGUMENTS)
+def test_an_argument_that_has_no_rule(operator: str, argument: str, value: Any, reason: str) -> None:
+    graph_module = captured(shells.mc2)
+    nodes = list(graph_module.graph.nodes)
+    node: Node = next(n for n in nodes if str(n.target) == f"npu.npu_moe_distribute_{operator}.default")
+    node.kwargs = {**node.kwargs, argument: nodes[0] if value == "x" else value}
+    assert reason in why(graph_module)
