@@ -31,6 +31,7 @@ from moefuse.passes.lift import MOVES, Candidate
 from moefuse.passes.streams import crossing, off_stream
 from moefuse.patterns.facts import Const, Op
 from moefuse.patterns.gathered import gathered
+from moefuse.patterns.mc2 import DISPATCH
 from moefuse.patterns.pointwise import walk
 from moefuse.patterns.rules import argument, op_name
 from moefuse.patterns.site import Site
@@ -39,6 +40,9 @@ from moefuse.policy.spread import SpreadLayer, Terms
 from moefuse.report.model import ContextReport
 
 log = logging.getLogger("moefuse")
+
+MC2 = (DISPATCH, f"{DISPATCH}_v2")
+"""Ascend's operators that send rows to other ranks."""
 
 Contact = Literal["ask", "draw", "refuse"]
 """What a pass may do about other ranks: ask them; only draw nodes, for people to look at; leave such layers alone."""
@@ -114,7 +118,9 @@ def forms(graph: Graph, candidates: Sequence[Candidate]) -> list[Form]:
     sends = sorted(
         node for target in DISPATCHES for node in graph.find_nodes(op="call_function", target=target)
     )
-    places = [place_in(group) for group in dict.fromkeys(str(node.args[-1]) for node in sends)]
+    names = [str(node.args[-1]) for node in sends]
+    names += [str(argument(node, 2, "group_ep")) for node in graph.nodes if op_name(node) in MC2]
+    places = [place_in(group) for group in dict.fromkeys(names)]
     senders = tuple(place for place in places if place is not None)
     return [_form(candidate, senders) for candidate in candidates]
 
@@ -181,8 +187,15 @@ def _wish(graph: Graph, number: int, candidate: Candidate, options: Options) -> 
     site = candidate.site
     assert site is not None
     assert site.layer.ranks is not None
-    place = place_in(site.layer.ranks.group)
-    assert place is not None
+    ranks = site.layer.ranks
+    place = place_in(ranks.group)
+    if place is None or (place.world, place.rank) != (ranks.world, ranks.rank):
+        reason = (
+            f"its rows travel over group {ranks.group!r}, which is no process group of torch of {ranks.world} ranks "
+            f"with this one as rank {ranks.rank}"
+        )
+        nowhere = Place(ranks.group, ranks.world, ranks.rank, False)
+        return _Wish(number, candidate.layer, nowhere, check="ep_context", reason=reason)
     terms = Terms(place.name, options.ep_group, options.ep_max_tokens)
     decision = policy.decide_spread(site.spec, terms, target=options.target)
     check, reason = decision.verdict.check, decision.verdict.reason

@@ -16,7 +16,8 @@ from moefuse.passes.lift import explain, find
 from moefuse.patterns.engine import lift
 from moefuse.patterns.facts import Conflict, Ranks
 from moefuse.policy.npu import Conditions, decide_npu
-from moefuse.testing import capture_graph
+from moefuse.testing import capture_graph, npu_reference_kernels
+from tests.comm.ranks import run_ranks, values
 from tests.npu import shells
 from tests.npu.quant_sequences import H, I, weights
 from tests.npu.sequences import E, K, npu, route
@@ -52,9 +53,43 @@ def test_a_dispatch_and_its_combine_are_one_layer_over_ranks(layer: Any, scheme:
     assert (spec.num_experts, spec.ep_world_size, spec.top_k, spec.ids_checked) == (E, WORLD, K, True)
     assert spec.quant == ("none" if scheme == "bf16" else scheme)
     report = moefuse.fuse(graph_module, options={"target": "reference"}).report
-    assert "the experts are spread over 2 ranks" in report.sites[0].reason
-    with pytest.raises(Conflict, match="no communication context is planned for the group 'ep'"):
-        fuse_site(graph_module.graph, site, "reference")
+    assert "the experts are spread over 2 ranks" in report.sites[0].reason  # no group is called 'ep' here
+
+
+def test_quantised_experts_over_ranks_have_no_operator() -> None:
+    graph_module = captured(shells.mc2, "w8a8")
+    (site,) = lift(graph_module.graph).sites
+    with pytest.raises(Conflict, match="experts quantised as w8a8 have no operator that communicates"):
+        fuse_site(graph_module.graph, site, "reference", "a context")
+
+
+def two_ranks(rank: int, world: int) -> tuple[int, float]:
+    """How many layers a compiled MC2 layer has that are fused, and how far it is from the operators' own result."""
+    npu_reference_kernels.install()
+    name = torch.distributed.group.WORLD.group_name
+
+    def layer(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+        routing, ids = route(logits)
+        rows, _, where, counts, received, _, _ = npu.npu_moe_distribute_dispatch_v2(
+            x, ids, name, world, rank, E
+        )
+        y = shells.floats(rows, None, counts, (w13, w2))
+        return npu.npu_moe_distribute_combine_v2(y, ids, where, received, routing, name, world, rank, E)
+
+    x, logits, w13, w2 = operands("bf16", E)
+    own = slice(rank * E // world, (rank + 1) * E // world)
+    arguments = (x + rank, logits.roll(rank, 1), w13[own], w2[own])
+    with torch.no_grad():
+        want = layer(*arguments)
+        options = {"inner": "eager", "target": "reference", "ep_max_tokens": T}
+        got = torch.compile(layer, backend="moefuse", options=options)(*arguments)
+    return moefuse.reports()[-1].fused, float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def test_two_ranks_of_a_torch_group_fuse_it() -> None:
+    for fused, off in values(run_ranks(2, two_ranks)):
+        assert fused == 1
+        assert off < 1e-2  # bfloat16, rounded in other places
 
 
 def test_the_ascend_policy_judges_it() -> None:
