@@ -5,6 +5,7 @@ is equal on every rank and for every batch: the type has no field for what only 
 addresses), so no verdict can depend on it. What the operator accepts is data: `npu_limits.toml`.
 """
 
+import functools
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -33,6 +34,8 @@ class Conditions:
     tensor_parallel: the size of the group that shards each expert. lora, dynamic_eplb: in use on this layer.
     streams: how many streams the layer's nodes are spread over, shared experts and collectives beside it included.
     min_weight_bytes: a rank's share of weights below this isn't worth an operator of its own.
+    copy_weights: weights that lie the wrong way round may be copied. A promise, too: a change of one that its version
+        counter doesn't show (`weight.data.copy_`) is followed by `moefuse.targets.npu.refresh()`.
     """
 
     soc: str
@@ -47,6 +50,7 @@ class Conditions:
     dynamic_eplb: bool = False
     streams: int = 1
     min_weight_bytes: int = 0
+    copy_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -185,6 +189,11 @@ def checks_of_row(row: Limits) -> tuple[Check, ...]:
         _check("scheme", ("conditions",), scheme),
         _check("weight_dtype", ("expert_dtype", "conditions"), _weight_dtype),
         _check("weight_format", ("conditions",), _weight_format),
+        _check(
+            "weight_layout",
+            ("conditions", "transpose_weight1", "transpose_weight2", *_WEIGHT_BYTES),
+            functools.partial(_weight_layout, transposed=row.transposed_weights),
+        ),
         _check("bias", ("has_bias1", "has_bias2", "conditions"), _bias),
         _check("dtypes", ("x_dtype", "output_dtype", "router_dtype"), _dtypes),
         _check("ids", ("ids_checked",), _ids),
@@ -250,6 +259,18 @@ def _weight_format(layer: NpuLayer) -> str:
     if scheme is None or layer.conditions.weight_format == scheme.weight_format:
         return ""
     return f"weights lie in {layer.conditions.weight_format} format; aclnnMegaMoe takes {scheme.weight_format} here"
+
+
+def _weight_layout(layer: NpuLayer, *, transposed: bool) -> str:
+    wrong = layer.transpose_weight1 is not transposed or layer.transpose_weight2 is not transposed
+    if not wrong or layer.conditions.copy_weights:
+        return ""
+    wanted = "[E, N, K]" if transposed else "[E, K, N]"
+    most = -(-layer.weight_bytes // layer.ep_world_size // MIB)
+    return (
+        f"aclnnMegaMoe reads weights as {wanted} and they lie the other way round: store them so, or allow copies of "
+        f"up to {most} MB per rank (copy_weights)"
+    )
 
 
 def _bias(layer: NpuLayer) -> str:

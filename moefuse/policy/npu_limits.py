@@ -6,6 +6,7 @@ doctor --ascend` print.
 
 import functools
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from importlib import resources
 from typing import Any
@@ -45,7 +46,10 @@ Limit = Range | Values
 
 @dataclass(frozen=True)
 class Limits:
-    """One row: what one revision accepts on some device families. `intermediate` is I, the GEMM's N is 2 I."""
+    """One row: what one revision accepts on some device families.
+
+    intermediate: I, the GEMM's N is 2 I. transposed_weights: an expert's matrix is [N, K], otherwise [K, N].
+    """
 
     revision: str
     families: tuple[str, ...]
@@ -59,6 +63,7 @@ class Limits:
     tokens_per_rank: Limit
     activations: tuple[str, ...]
     schemes: tuple[str, ...]
+    transposed_weights: bool
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,9 @@ def limits(revision: str, family: str) -> Limits | None:
     return next((row for row in rows() if row.revision == revision and family in row.families), None)
 
 
+_SHOWN: dict[type, Callable[[Any], str]] = {tuple: ", ".join, bool: lambda cell: "yes" if cell else "no"}
+
+
 def table() -> str:
     """All rows as a Markdown table, one column each."""
     columns = rows()
@@ -125,6 +133,6 @@ def table() -> str:
         if field.name in ("revision", "families"):
             continue
         cells = (getattr(row, field.name) for row in columns)
-        shown = (", ".join(cell) if isinstance(cell, tuple) else str(cell) for cell in cells)
+        shown = (_SHOWN[type(cell)](cell) if type(cell) in _SHOWN else str(cell) for cell in cells)
         lines.append(f"| {field.name.replace('_', ' ')} | " + " | ".join(shown) + " |")
     return "\n".join(lines)

@@ -34,6 +34,8 @@ SPEC = MoeSpec(
     output_dtype=torch.bfloat16,
     ids_checked=True,
     ep_world_size=8,
+    transpose_weight1=False,
+    transpose_weight2=False,
 )
 CONDITIONS = Conditions("Ascend910_9382", "R6", 512, hccl_buffer_bytes=4096 * MIB)
 SOCS = {"A2": "Ascend910B2", "A3": "Ascend910_9382", "A5": "Ascend950PR"}
@@ -69,6 +71,8 @@ def fitting(row: Limits, family: str) -> tuple[MoeSpec, Conditions]:
         out_features=hidden,
         intermediate=inner,
         expert_dtype=dtype,
+        transpose_weight1=row.transposed_weights,
+        transpose_weight2=row.transposed_weights,
     )
     conditions = Conditions(
         SOCS[family],
@@ -154,6 +158,8 @@ def test_the_reason_is_that_of_the_first_check_that_fails() -> None:
 W8A8 = {"scheme": "w8a8", "weight_format": "FRACTAL_NZ"}
 W4A8 = W8A8 | {"scheme": "w4a8"}
 INT4 = {"expert_dtype": torch.int32, "has_bias1": True, "has_bias2": True}
+MXFP8 = {"scheme": "mxfp8", "revision": "R6", "soc": SOCS["A5"]}
+FP8 = {"expert_dtype": torch.float8_e4m3fn, "transpose_weight1": True, "transpose_weight2": True}
 NEED = required_bytes("A3", NpuLayer.of(SPEC, CONDITIONS).traffic)
 SHARE = SPEC.weight_bytes // 8
 
@@ -193,6 +199,19 @@ TABLE: dict[
             (W8A8, {"expert_dtype": torch.int8}),
             ({"scheme": "w8a8"}, {"expert_dtype": torch.int8}),
             "takes FRACTAL_NZ",
+        ),
+    ],
+    "weight_layout": [
+        (({}, {}), ({}, {"transpose_weight1": True}), "allow copies of up to 96 MB per rank"),
+        (
+            ({"copy_weights": True}, {"transpose_weight2": True}),
+            ({}, {"transpose_weight2": True}),
+            "[E, K, N]",
+        ),
+        (
+            (MXFP8, FP8),
+            (MXFP8, FP8 | {"transpose_weight1": False}),
+            "reads weights as [E, N, K]",
         ),
     ],
     "bias": [
@@ -304,14 +323,13 @@ def test_no_condition_is_known_to_one_rank_only() -> None:
         "dynamic_eplb",
         "streams",
         "min_weight_bytes",
+        "copy_weights",
     }
     assert {field.name for field in dataclasses.fields(MoeSpec)} | {"conditions"} == FIELDS
 
 
 ANY_VALUE = {
     "device": "the SoC is asked for instead",
-    "transpose_weight1": "weights are prepared once, at compile time",
-    "transpose_weight2": "weights are prepared once, at compile time",
     "weight_form": "stacked weights are handed over as views, one per expert",
     "activation_params": "handed over as they are",
     "activation_program": "belongs to the activation `custom`, which no row has",

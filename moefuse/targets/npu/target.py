@@ -30,7 +30,7 @@ DEFAULT_MAX_TOKENS = 4096
 """Tokens per rank for which a layer is judged before its context is made."""
 
 
-ENGINE = ("tensor_parallel", "lora", "dynamic_eplb", "streams", "min_weight_bytes")
+ENGINE = ("tensor_parallel", "lora", "dynamic_eplb", "streams", "min_weight_bytes", "copy_weights")
 """What no graph shows: the facts of `NpuTarget.tell`."""
 _FORMATS = {-1: "ND", 0: "ND", 2: "ND", 29: "FRACTAL_NZ"}
 """Numbers of torch_npu's memory formats; plain ones all lie alike."""
@@ -151,6 +151,8 @@ def spec_of(operands: Operands, options: Options) -> MoeSpec:
         out_features=weight2.shape[outputs2],
         device=str(operands.x.device),
         ep_world_size=options.ep_world_size,
+        transpose_weight1=options.transpose_weight1,
+        transpose_weight2=options.transpose_weight2,
         gate_up=options.gate_up,  # type: ignore[arg-type]
         activation=options.activation,
         activation_params=tuple(options.activation_params),

@@ -2,7 +2,8 @@
 
 In: a layer's weights as they lie. Out: views of them where they lie that way already, as engines for Ascend store them;
 else transposed copies, made once and shared by all calls. The originals stay what they are. A copy is a cache: a call
-whose weight was written to, or lies elsewhere, writes the copy anew, at its old address.
+whose weight has another version or address writes the copy anew, at its old address. Changes that show in neither
+(`weight.data.copy_`) need `refresh()`: so copies are made only where the engine has promised that (`copy_weights`).
 """
 
 from collections.abc import Sequence
@@ -19,9 +20,9 @@ class PreparationError(RuntimeError):
 
 @dataclass
 class _Copy:
-    """Of a weight as it was at an address, in a version."""
+    """Of a weight as it was at an address, in a version; None where that isn't known."""
 
-    state: tuple[int, int]
+    state: tuple[int, int] | None
     tensor: Tensor
 
 
@@ -43,17 +44,18 @@ def prepare(weights: Sequence[Tensor], transposed: bool) -> list[Tensor]:
 
 
 def refresh() -> int:
-    """Write all copies anew whose originals have changed; returns how many.
+    """Write all copies anew; returns how many there are.
 
-    For captured graphs, which run no Python: after a weight update they read the old values until this, or a call
-    outside of the graph, was made.
+    For changes that no version counter shows, and for captured graphs, which run no Python: they read the old values
+    until this, or a call outside of the graph, was made.
     """
-    before = [copy.state for copies in _copies.values() for copy in copies.values()]
+    count = 0
     for transposed, copies in _copies.items():
-        for weight in list(copies.keys()):
+        for weight, copy in copies.items():
+            copy.state = None
             _prepared(weight, transposed)
-    after = [copy.state for copies in _copies.values() for copy in copies.values()]
-    return sum(old != new for old, new in zip(before, after, strict=True))
+            count += 1
+    return count
 
 
 def copied_bytes() -> int:
@@ -67,8 +69,8 @@ def _prepared(weight: Tensor, transposed: bool) -> Tensor:
     if wanted.is_contiguous():
         return wanted
     known: _Copy | None = _copies[transposed].get(weight)
-    state = (weight.data_ptr(), 0 if weight.is_inference() else weight._version)
-    if known is not None and known.state == state:
+    state = None if weight.is_inference() else (weight.data_ptr(), weight._version)
+    if known is not None and state is not None and known.state == state:
         return known.tensor
     if _capturing(weight):
         raise PreparationError(
