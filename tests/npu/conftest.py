@@ -6,7 +6,13 @@
 import importlib.util
 
 if importlib.util.find_spec("torch_npu") is None:
-    collect_ignore = ["test_emulator.py", "test_hooks.py", "test_schemas.py", "test_torchair.py"]
+    collect_ignore = [
+        "test_device.py",
+        "test_emulator.py",
+        "test_hooks.py",
+        "test_schemas.py",
+        "test_torchair.py",
+    ]
 else:
     from tests.npu.emulator import install
 

@@ -19,11 +19,11 @@ W, E, K, H, I = 2, 4, 2, 1024, 1024  # noqa: E741
 
 
 @contextmanager
-def vendor(revision: str = "R6") -> Iterator[Fake]:
-    """The npu target of this process calls the fake library."""
+def vendor(revision: str = "R6", on_streams: bool = False) -> Iterator[Fake]:
+    """The npu target of this process calls the fake library; on_streams: on those of the emulated device."""
     with tempfile.TemporaryDirectory() as folder:
         made, before = fake(Path(folder), revision), targets.get("npu")
-        targets.register(NpuTarget(lambda: made.machine, lambda _: 0))
+        targets.register(NpuTarget(lambda: made.machine, None if on_streams else lambda _: 0))
         yield made
         targets.register(before)
         close_npu_contexts()
@@ -32,14 +32,14 @@ def vendor(revision: str = "R6") -> Iterator[Fake]:
 class Layers(nn.Module):
     """Residual MoE layers whose experts are spread over two ranks; this is rank 0. listed: weights per expert."""
 
-    def __init__(self, layers: int, uniform_tokens: bool, listed: bool = False) -> None:
+    def __init__(self, layers: int, uniform_tokens: bool, listed: bool = False, device: str = "cpu") -> None:
         super().__init__()
         torch.manual_seed(1)
         self.listed = listed
-        self.gates = nn.ParameterList(torch.randn(H, E) for _ in range(layers))
+        self.gates = nn.ParameterList(torch.randn(H, E).to(device) for _ in range(layers))
         w1, w2 = torch.randn(E, H, 2 * I) / H**0.5, torch.randn(E, I, H) / I**0.5
         self.w1, self.w2 = w1.bfloat16(), w2.bfloat16()
-        half = [w[: E // W].clone() for w in (self.w1, self.w2)]
+        half = [w[: E // W].clone().to(device) for w in (self.w1, self.w2)]
         self.own1 = nn.ParameterList(half[0].unbind() if listed else [half[0]])
         self.own2 = nn.ParameterList(half[1].unbind() if listed else [half[1]])
         mine = [
@@ -47,7 +47,7 @@ class Layers(nn.Module):
         ]
         others = [list(w[E // W :]) for w in (self.w1, self.w2)]
         context: NpuContext = adopt(
-            table(0, mine[0] + others[0], mine[1] + others[1]),
+            table(0, mine[0] + others[0], mine[1] + others[1]).to(device),
             Sizes(W, E, K, H, 16),
             ccl_buffer_size=200 << 20,
             uniform_tokens=uniform_tokens,

@@ -1,7 +1,7 @@
-"""The pass inside the real npugraph_ex, which compiles for a pretended device (emulated; see device.py).
+"""The pass inside the real npugraph_ex, on the emulated runtime; the graphs run on CPU tensors and aren't captured.
 
-The graphs run on CPU tensors, with moefuse's reference kernels for the NPU operators. torchair has its own file: the
-two compilers register the same overrides and don't go into one process.
+`test_device.py` captures them. torchair has its own file: the two compilers register the same overrides of torch and
+don't go into one process.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,7 +14,6 @@ from torch.fx import GraphModule
 
 import moefuse
 from moefuse.passes import as_torchair_pass
-from tests.npu.emulator.device import pretended
 from tests.npu.sequences import SEQUENCES
 from tests.npu.test_sequences import operands
 
@@ -24,9 +23,9 @@ WHOLE = [name for name in SEQUENCES if name != "unpermute_then_weigh"]  # its bi
 
 
 @pytest.fixture(autouse=True)
-def device() -> Iterator[None]:
+def fresh() -> Iterator[None]:
     torch._dynamo.reset()
-    with pretended(), torch.no_grad():
+    with torch.no_grad():
         yield
 
 

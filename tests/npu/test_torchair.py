@@ -1,4 +1,4 @@
-"""The pass inside the real torchair, which compiles for a pretended device (emulated; see device.py).
+"""The pass inside the real torchair, on the emulated runtime.
 
 Each mode in a process of its own: torchair and npugraph_ex register the same overrides of torch and don't go into one.
 """
@@ -19,7 +19,6 @@ from tests.npu.emulator import install
 install()
 import torch, torchair, moefuse
 from moefuse.passes import as_torchair_pass
-from tests.npu.emulator.device import pretended
 from tests.npu.sequences import SEQUENCES
 from tests.npu.test_sequences import operands
 
@@ -29,7 +28,7 @@ config.debug.run_eagerly = True
 config.post_grad_custom_pre_pass = as_torchair_pass()
 config.post_grad_custom_post_pass = lambda gm, *_: seen.append([str(node.target) for node in gm.graph.nodes])
 layer, inputs = SEQUENCES["sglang_bf16"], operands(6)
-with pretended(), torch.no_grad():
+with torch.no_grad():
     run = torch.compile(layer, backend=torchair.get_npu_backend(compiler_config=config))
     error = float((run(*inputs) - layer(*inputs)).abs().max())
 print(json.dumps({"graphs": seen, "error": error, "fused": moefuse.reports()[-1].fused}))
@@ -62,14 +61,13 @@ import json
 from tests.npu.emulator import install
 install()
 import torch, moefuse
-from tests.npu.emulator.device import pretended
 from tests.npu.sequences import SEQUENCES
 from tests.npu.test_sequences import operands
 
 layer, inputs = SEQUENCES["sglang_bf16"], operands(6)
 config = {"mode": "reduce-overhead", "debug.run_eagerly": True}
 options = {"inner": "torchair", "inner_options": config}
-with pretended(), torch.no_grad():
+with torch.no_grad():
     run = torch.compile(layer, backend="moefuse", options=options)
     error = float((run(*inputs) - layer(*inputs)).abs().max())
     fused = moefuse.reports()[-1].fused
@@ -99,7 +97,7 @@ install()
 import torch, torchair, moefuse
 from moefuse.passes import as_torchair_pass
 from moefuse.targets.npu import close_npu_contexts
-from tests.npu.emulator.device import pretended, pretended_engine
+from tests.npu.emulator.engine import pretended_engine
 from tests.npu.expert_parallel import H, Layers, vendor
 
 config = torchair.CompilerConfig()
@@ -109,7 +107,7 @@ config.debug.graph_dump.type = "pbtxt"
 config.debug.graph_dump.path = FOLDER
 config.post_grad_custom_pre_pass = as_torchair_pass()
 errors = []
-with pretended(), pretended_engine(), torch.no_grad(), vendor() as library:
+with pretended_engine(), torch.no_grad(), vendor() as library:
     for uniform, listed in ((True, True), (False, False)):
         torch._dynamo.reset()
         model = Layers(2, uniform, listed).eval()

@@ -122,8 +122,9 @@ def _made(name: str, handle: int | None) -> int:
 class MegaMoe:
     """Calls one library's aclnnMegaMoe.
 
-    allocate: gives device memory of so many bytes, valid until the next call of it; asked only when the workspace must
-    grow, so a captured graph sees one address once the largest call has run.
+    allocate: gives device memory of so many bytes that is the operator's until what is enqueued next on the stream: as
+        a caching allocator gives it, and a captured graph's own pool while one is captured. Nothing is kept from call
+        to call, since a pool whose graph was captured must hold no memory but its outputs'.
     """
 
     def __init__(
@@ -132,7 +133,6 @@ class MegaMoe:
         self.plan = Plan(revision)
         self._runtime = runtime
         self._allocate = allocate
-        self._workspace = (0, 0)
         self._size = getattr(library.handle, WORKSPACE)
         self._size.argtypes, self._size.restype = self.plan.argtypes, c_int
         self._run = getattr(library.handle, EXECUTE)
@@ -150,13 +150,8 @@ class MegaMoe:
             arguments = self.plan.arguments(values, handles.makers)
             size, executor = c_uint64(), c_void_p()
             self._check(WORKSPACE, self._size(*arguments, ctypes.byref(size), ctypes.byref(executor)))
-            address = self._reserve(size.value)
+            address = self._allocate(size.value) if size.value else 0
             self._check(EXECUTE, self._run(address, size.value, executor, stream))
-
-    def _reserve(self, size: int) -> int:
-        if size > self._workspace[1]:
-            self._workspace = (self._allocate(size), size)
-        return self._workspace[0]
 
     def _check(self, stage: str, status: int) -> None:
         if status:

@@ -35,38 +35,32 @@ class Call(Protocol):
 
 
 class CCall:
-    """The C interface. One workspace per stream, kept: a captured graph reads it at every replay.
-
-    stream: gives the current stream's handle for a device.
-    """
+    """The C interface. stream: gives the current stream's handle for a device."""
 
     def __init__(self, machine: Machine, stream: Callable[[torch.device], int]) -> None:
         assert machine.runtime is not None
-        self._machine, self._runtime, self._stream = machine, machine.runtime, stream
-        self._calls: dict[tuple[torch.device, int], MegaMoe] = {}
-        self._workspaces: list[Tensor] = []
-        self._lock = threading.Lock()
+        self._stream = stream
+        self._workspaces = threading.local()
+        self._run = MegaMoe(machine.library, machine.revision, machine.runtime, self._allocate)
 
     def __call__(self, given: Arguments) -> tuple[Tensor, Tensor]:
         """Raises PlanError for what this revision can't be told, CallError where the library refuses."""
         device = given.tensors["x"].device
         values: dict[str, Any] = {name: buffer(tensor) for name, tensor in given.tensors.items()}
         values |= {name: [buffer(tensor) for tensor in tensors] for name, tensors in given.lists.items()}
-        stream = self._stream(device)
-        with self._lock:
-            self._of(device, stream)(values | given.numbers, stream)
+        self._workspaces.device = device
+        try:
+            self._run(values | given.numbers, self._stream(device))
+        finally:
+            self._workspaces.tensor = (
+                None  # enqueued: whoever gets this memory next comes later on the stream
+            )
         return given.result
 
-    def _of(self, device: torch.device, stream: int) -> MegaMoe:
-        if (device, stream) not in self._calls:
-            machine = self._machine
-
-            def allocate(size: int) -> int:
-                self._workspaces.append(torch.empty(size, dtype=torch.uint8, device=device))
-                return self._workspaces[-1].data_ptr()
-
-            self._calls[device, stream] = MegaMoe(machine.library, machine.revision, self._runtime, allocate)
-        return self._calls[device, stream]
+    def _allocate(self, size: int) -> int:
+        tensor = torch.empty(size, dtype=torch.uint8, device=self._workspaces.device)
+        self._workspaces.tensor = tensor
+        return tensor.data_ptr()
 
 
 def buffer(tensor: Tensor) -> Buffer:

@@ -1,7 +1,8 @@
 """Build and load the emulated CANN libraries.
 
 In: what the wheel needs. Out: shared objects under the environment's prefix, built once, loaded before torch_npu is
-imported. `runtime/*.c` holds what must behave; every other symbol is a function that returns 0.
+imported. `runtime/*.c` holds what must behave; every other symbol is a function that returns 0. What torch_npu only
+looks up, if it is there, isn't provided: it then takes an older way, or says clearly what is missing.
 """
 
 import ctypes
@@ -17,6 +18,7 @@ from pathlib import Path
 from tests.npu.emulator.wheel import Needs, needs
 
 HERE = Path(__file__).parent
+FOLDER = Path(sys.prefix) / "emulated_cann"
 BASE = "libascendcl.so"
 """Holds all symbols; the others depend on it, since torch_npu looks some acl names up in other libraries."""
 
@@ -28,9 +30,14 @@ def install() -> None:
     """
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0":
         raise RuntimeError("set TORCH_DEVICE_BACKEND_AUTOLOAD=0 before torch is imported")
-    for path in _built(Path(sys.prefix) / "emulated_cann"):
+    os.environ["TASK_QUEUE_ENABLE"] = "0"  # kernels are launched past torch_npu's queue: there must be none
+    for path in _built(FOLDER):
         ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     import torch_npu  # noqa: F401
+
+    from tests.npu.emulator import kernels
+
+    kernels.install(FOLDER / BASE)
 
 
 def _built(folder: Path) -> list[Path]:

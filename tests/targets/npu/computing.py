@@ -19,6 +19,8 @@ from moefuse.targets.npu.machine import Machine
 from tests.targets.npu.vendor import PROTOTYPES, Package, build
 
 HANDLES = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -148,15 +150,10 @@ static aclnnStatus run(void *workspace, Plan *p) {
     }
     return status;
 }
-/* An emulated capture: what is enqueued meanwhile is kept and not run; a replay runs it on what its addresses hold. */
-int64_t capturing; static struct { void *workspace; Plan *plan; } captured[64]; static int kept;
-aclnnStatus replay(void) {
-    aclnnStatus status = 0;
-    for (int i = 0; i < kept && !status; i++) status = run(captured[i].workspace, captured[i].plan);
-    return status;
-}
 aclnnStatus aclnnMegaMoe(void *workspace, uint64_t size, aclOpExecutor *p, aclrtStream stream) {
-    if (capturing) { captured[kept].workspace = workspace; captured[kept++].plan = p; return 0; }
+    aclnnStatus (*on_stream)(aclrtStream, aclnnStatus (*)(void *, Plan *), void *, Plan *);
+    *(void **)&on_stream = stream ? dlsym(RTLD_DEFAULT, "emulated_call") : 0;
+    if (on_stream) return on_stream(stream, run, workspace, p);  /* the emulated runtime keeps it while it captures */
     aclnnStatus status = run(workspace, p);
     free(p);
     return status;

@@ -114,16 +114,16 @@ def test_what_is_left_out_is_null_or_the_default(
     assert live(runtime) == 0
 
 
-def test_the_workspace_grows_and_is_kept(fakes: dict[str, Any], runtime: ctypes.CDLL) -> None:
+def test_a_workspace_for_each_call(fakes: dict[str, Any], runtime: ctypes.CDLL) -> None:
     library, asked = fakes["R1"], []
     size = ctypes.c_uint64.in_dll(library.handle, "next_size")
     call = MegaMoe(library, "R1", runtime, lambda size: asked.append(size) or 0x1000 * len(asked))
-    for wanted, address in ((64, 0x1000), (32, 0x1000), (0, 0x1000), (65, 0x2000), (64, 0x2000)):
+    for wanted, address in ((64, 0x1000), (32, 0x2000), (0, 0), (65, 0x3000)):
         size.value = wanted
         call(full("R1"), stream=0)
         assert notes(library.handle)["workspace"] == str(address)
     size.value = 64
-    assert asked == [64, 65]
+    assert asked == [64, 32, 65]
 
 
 @pytest.mark.parametrize("stage", ["next_status", "execute_status"])

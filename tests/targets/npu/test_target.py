@@ -313,42 +313,6 @@ def test_one_compile_for_all_token_counts(
     assert library.count("calls") - before == 5
 
 
-def test_captured_once_and_replayed_with_other_inputs(
-    target: NpuTarget, library: Fake, experts: tuple[Tensor, Tensor]
-) -> None:
-    """Emulated: the library keeps what is enqueued while it captures. Two layers share a context and a workspace."""
-    where = context(0, experts, uniform_tokens=True)
-    x, ids, weights = routing(4)
-    ids = ids.to(torch.int32)
-    rest = ([own(experts[0], 0)], [own(experts[1], 0)])
-    call(where, (*routing(MOST), *rest))  # the workspace grows to the largest call before
-    library.set("capturing", True)
-    # the outputs are kept, as a captured graph's memory pool keeps them
-    first, nums1 = call(where, (x, ids, weights, *rest))
-    second, nums2 = call(where, (first, ids, weights, *rest))
-    library.set("capturing", False)
-    call(where, (*routing(2), *rest))  # in between, something else uses the workspace
-    library.set("computes", False)
-    for turn in range(100):
-        generator = torch.Generator().manual_seed(turn)
-        x.copy_(torch.randn(4, H, generator=generator))
-        chosen = torch.rand(4, E, generator=generator).topk(K)
-        ids.copy_(chosen.indices)
-        weights.copy_(chosen.values)
-        checked = turn in (0, 57, 99)  # the loops below take their time
-        library.set("computes", checked)
-        assert library.machine.library.handle.replay() == 0
-        if checked:
-            middle = by_loop(x, ids.long(), weights, experts).bfloat16()
-            torch.testing.assert_close(first.double(), middle.double(), **CLOSE)
-            want = by_loop(first, ids.long(), weights, experts)
-            torch.testing.assert_close(second.double(), want, **CLOSE)
-            assert (
-                nums1.tolist() == nums2.tolist() == torch.bincount(ids.flatten(), minlength=E)[:OWN].tolist()
-            )
-    library.set("computes", True)
-
-
 def test_what_the_engine_tells(target: NpuTarget, experts: tuple[Tensor, Tensor]) -> None:
     where, given = context(0, experts), operands_of(experts)
     target.tell(lora=True)
