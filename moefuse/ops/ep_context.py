@@ -1,7 +1,8 @@
 """`torch.ops.moefuse.ep_context`: the tensor of a communication context, by the name under which a graph knows it.
 
 In: a name, made of what is equal on all ranks and in all processes, so that a compiled graph may come from a cache.
-Out: int64 [4], the first argument of `mega_moe.ep`. Whoever plans the graph provides the context before it runs.
+Out: the first argument of `mega_moe.ep`: int64 [4], or what a target has instead. Whoever plans the graph provides the
+context before it runs.
 """
 
 import torch
@@ -26,7 +27,11 @@ def _run(name: str) -> Tensor:
 
 
 def _fake(name: str) -> Tensor:
-    return torch.empty(4, dtype=torch.int64)
+    """As the context is; int64 [4] on the CPU where there is none yet, as in a graph that is only drawn."""
+    known = _CONTEXTS.get(name)
+    if known is None:
+        return torch.empty(4, dtype=torch.int64)
+    return torch.empty(known.shape, dtype=known.dtype, device=known.device)
 
 
 LIBRARY.define("ep_context(str name) -> Tensor", tags=TAGS)

@@ -20,11 +20,12 @@ import torch
 from torch._guards import CompileContext
 from torch.fx import Graph, Node
 
-from moefuse import policy
+from moefuse import policy, targets
 from moefuse.comm import Capacity, CommError, context_for
 from moefuse.comm.plans import what_all_want
 from moefuse.graph.groups import Place, group_of, place_in
 from moefuse.ops.ep_context import provide
+from moefuse.ops.spec import MoeSpec
 from moefuse.options import Options
 from moefuse.passes.fuse import escaping, why_not
 from moefuse.passes.lift import MOVES, Candidate
@@ -38,6 +39,7 @@ from moefuse.patterns.site import Site
 from moefuse.policy import Decision
 from moefuse.policy.spread import SpreadLayer, Terms
 from moefuse.report.model import ContextReport
+from moefuse.targets.base import Opened
 
 log = logging.getLogger("moefuse")
 
@@ -92,6 +94,7 @@ class _Wish:
     capacity: Capacity | None = None
     check: str = ""
     reason: str = ""
+    spec: MoeSpec | None = None
 
     @property
     def context(self) -> str:
@@ -219,7 +222,7 @@ def _wish(graph: Graph, number: int, candidate: Candidate, options: Options) -> 
     if reason:
         return _Wish(number, candidate.layer, place, decision, check=check, reason=reason)
     capacity = SpreadLayer.of(site.spec, decision.target, terms).capacity()
-    return _Wish(number, candidate.layer, place, decision, _digest(site), capacity)
+    return _Wish(number, candidate.layer, place, decision, _digest(site), capacity, spec=site.spec)
 
 
 def _digest(site: Site) -> str:
@@ -301,9 +304,8 @@ def _asked(group: Any, place: Place, wishes: list[_Wish], options: Options) -> t
         for rank, theirs in enumerate(everyone):
             if theirs != everyone[0]:
                 return "ep_agreement", f"rank {rank} has other layers in this graph than rank 0"
-        for capacity in dict.fromkeys(wish.capacity for wish in wishes):
-            assert capacity is not None
-            context_for(group, capacity)
+        for wish in {wish.context: wish for wish in wishes}.values():
+            _opened(group, wish)
     except CommError as error:
         log.warning("no expert-parallel layer of this graph is fused: %s", error)
         return "ep_context", str(error)
@@ -320,7 +322,7 @@ def _contexts(wishes: Sequence[_Wish]) -> list[ContextReport]:
     for wish in wishes:
         if wish.context in reports or not wish.place.live or wish.capacity is None:
             continue
-        context = context_for(group_of(wish.place.name), wish.capacity)
+        context = _opened(group_of(wish.place.name), wish)
         provide(wish.context, context.tensor)
         reports[wish.context] = ContextReport(
             wish.place.name,
@@ -331,6 +333,18 @@ def _contexts(wishes: Sequence[_Wish]) -> list[ContextReport]:
             layers[wish.context],
         )
     return list(reports.values())
+
+
+def _opened(group: Any, wish: _Wish) -> Opened:
+    """A layer's context, made or found: of the target, where that communicates itself."""
+    assert wish.capacity is not None
+    assert wish.spec is not None
+    assert wish.decision is not None
+    target = targets.get(wish.decision.target)
+    if target.communicates:
+        return target.open_context(group, wish.capacity, wish.spec)
+    context = context_for(group, wish.capacity)
+    return Opened(context.tensor, context.transport, context.bytes)
 
 
 def share(graph: Graph) -> None:

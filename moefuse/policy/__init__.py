@@ -27,8 +27,13 @@ __all__ = [
 AUTO = "auto"
 
 _CHECKS: dict[str, tuple[Check, ...]] = {"cpu": cpu.CHECKS, "reference": reference.CHECKS}
-_JUDGES: dict[str, Callable[[MoeSpec], Verdict]] = {}
+Judge = Callable[[MoeSpec, int], Verdict]
+"""(layer, the most tokens of one rank) -> verdict."""
+
+_JUDGES: dict[str, Judge] = {}
 """Of targets whose checks depend on the machine."""
+_COMMUNICATING: set[str] = set()
+"""Targets that exchange rows themselves: their checks judge a layer as it is spread."""
 _DEVICE_TARGETS: dict[str, str] = {"cpu": "cpu"}
 
 
@@ -49,17 +54,22 @@ def register(
     target: str,
     checks: Sequence[Check] = (),
     *,
-    judge: Callable[[MoeSpec], Verdict] | None = None,
+    judge: Judge | None = None,
+    communicates: bool = False,
     device_type: str | None = None,
 ) -> None:
     """Add a target's checks; with `device_type`, target="auto" chooses it there.
 
-    judge: instead of `checks`, for a target whose checks depend on what the machine has.
+    judge: instead of `checks`, for a target whose checks depend on what the machine has. communicates: the target
+    exchanges the rows of experts that are spread over ranks itself.
     """
     _CHECKS[target] = tuple(checks)
     _JUDGES.pop(target, None)
+    _COMMUNICATING.discard(target)
     if judge is not None:
         _JUDGES[target] = judge
+    if communicates:
+        _COMMUNICATING.add(target)
     if device_type is not None:
         _DEVICE_TARGETS[device_type] = target
 
@@ -72,25 +82,31 @@ def checks_of(target: str) -> tuple[Check, ...]:
 
 
 def decide_spread(spec: MoeSpec, terms: Terms, *, target: str = AUTO) -> Decision:
-    """As `decide`, for a layer whose experts are spread over ranks. The target's checks judge the part of one rank."""
-    local = decide(replace(spec, ep_world_size=1), target=target)
+    """As `decide`, for a layer whose experts are spread over ranks.
+
+    The target's checks judge the part of one rank, or the whole layer where the target communicates itself.
+    """
+    chosen = target if target != AUTO else _DEVICE_TARGETS.get(spec.device.partition(":")[0], "")
+    whole_layer = chosen in _COMMUNICATING
+    judged = spec if whole_layer else replace(spec, ep_world_size=1)
+    local = decide(judged, target=target, max_tokens=terms.ep_max_tokens)
     layer = spread.SpreadLayer.of(spec, local.target, terms)
     whole = judge(layer, spread.CHECKS)
     worse = whole if local.ok else local.verdict
     return Decision(local.target, replace(worse, checks=(*local.verdict.checks, *whole.checks)))
 
 
-def decide(spec: MoeSpec, *, target: str = AUTO) -> Decision:
-    """Choose the target of a layer and judge it. Raises ValueError for an unknown target."""
+def decide(spec: MoeSpec, *, target: str = AUTO, max_tokens: int = 1) -> Decision:
+    """Choose the target of a layer and judge it, for the most tokens of one rank. ValueError for an unknown target."""
     if target != AUTO:
-        return Decision(target, _judged(target, spec))
+        return Decision(target, _judged(target, spec, max_tokens))
     device_type = spec.device.partition(":")[0]
     chosen = _DEVICE_TARGETS.get(device_type)
     if chosen is None:
         reason = f'no target runs on {device_type!r} yet; target="reference" runs everywhere'
         return Decision("", Verdict.refuse("target", reason, device=spec.device))
-    return Decision(chosen, _judged(chosen, spec))
+    return Decision(chosen, _judged(chosen, spec, max_tokens))
 
 
-def _judged(target: str, spec: MoeSpec) -> Verdict:
-    return _JUDGES[target](spec) if target in _JUDGES else judge(spec, checks_of(target))
+def _judged(target: str, spec: MoeSpec, max_tokens: int) -> Verdict:
+    return _JUDGES[target](spec, max_tokens) if target in _JUDGES else judge(spec, checks_of(target))

@@ -11,8 +11,8 @@ from moefuse.comm import Capacity, ContextError
 from moefuse.ops.spec import MoeSpec
 from moefuse.policy.check import Check
 
-TARGETS = ("cpu", "reference")
-"""Targets whose kernels run one rank's experts; the rows travel as the context says."""
+TARGETS = ("cpu", "npu", "reference")
+"""Targets that can: rows travel as the context says, the npu target exchanges them itself."""
 
 
 class Terms(NamedTuple):

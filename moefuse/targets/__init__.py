@@ -42,4 +42,9 @@ register(ReferenceTarget())
 register(CpuTarget())
 _NPU = NpuTarget()
 register(_NPU)
-policy.register(_NPU.name, judge=_NPU.supports, device_type="npu")
+policy.register(
+    _NPU.name,
+    judge=lambda spec, max_tokens: get(_NPU.name).supports(spec, max_tokens),
+    communicates=True,
+    device_type="npu",
+)

@@ -4,15 +4,24 @@ In: nothing. Out: the `Target` base class; each target is a folder beside this f
 """
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
+from moefuse.comm import Capacity, ContextError
 from moefuse.ops.operands import Operands
 from moefuse.ops.options import Options
 from moefuse.ops.quantised import Quantisation
 from moefuse.ops.spec import MoeSpec
 from moefuse.policy import Verdict, checks_of, judge
+
+
+class Opened(NamedTuple):
+    """A communication context: the tensor that a node takes, how rows travel, and the memory that it takes."""
+
+    tensor: Tensor
+    transport: str
+    bytes: int
 
 
 class Target(ABC):
@@ -28,9 +37,16 @@ class Target(ABC):
         """Does this machine have what the target needs? Yes, unless a target says otherwise."""
         return Verdict(True)
 
-    def supports(self, spec: MoeSpec) -> Verdict:
-        """May this layer run here? The checks that `moefuse.policy` holds under the target's name."""
+    def supports(self, spec: MoeSpec, max_tokens: int = 1) -> Verdict:
+        """May this layer run here, with so many tokens on one rank at most? The checks under the target's name."""
         return judge(spec, checks_of(self.name))
+
+    def open_context(self, group: Any, capacity: Capacity, spec: MoeSpec) -> Opened:
+        """The context of a group for a layer; collective. Asked of targets that communicate themselves.
+
+        Raises ContextError where none can be had.
+        """
+        raise ContextError(f"target {self.name!r} has no contexts of its own")
 
     def prepare(self, spec: MoeSpec) -> None:  # noqa: B027  (a hook: most targets prepare nothing)
         """One-time work for a layer, before its first run."""

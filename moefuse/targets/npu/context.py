@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moefuse.comm import ContextError
 from moefuse.ops.operands import Operands
 from moefuse.ops.options import Options
 
 PACKAGE = "cann_ops_transformer"
 
 
-class NpuContextError(RuntimeError):
+class NpuContextError(ContextError):
     """A context that can't be made, or that doesn't fit a call."""
 
 

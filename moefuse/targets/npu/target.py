@@ -13,22 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moefuse.comm import Capacity
 from moefuse.ops.operands import Operands
 from moefuse.ops.options import Options
 from moefuse.ops.spec import MoeSpec
 from moefuse.policy import Verdict
 from moefuse.policy.npu import Conditions, NotAllowedError, decide_npu
 from moefuse.policy.npu_limits import family_of
-from moefuse.targets.base import Target
+from moefuse.targets.base import Opened, Target
 from moefuse.targets.npu.arguments import arguments
 from moefuse.targets.npu.calls import Call, CCall, OfficialCall
-from moefuse.targets.npu.context import NpuContext, resolve
+from moefuse.targets.npu.context import NpuContext, Sizes, npu_context_for, resolve
 from moefuse.targets.npu.library import InstallError
 from moefuse.targets.npu.machine import Machine, hccl_buffer_bytes, machine
-
-DEFAULT_MAX_TOKENS = 4096
-"""Tokens per rank for which a layer is judged before its context is made."""
-
 
 ENGINE = ("tensor_parallel", "lora", "dynamic_eplb", "streams", "min_weight_bytes", "copy_weights")
 """What no graph shows: the facts of `NpuTarget.tell`."""
@@ -78,11 +75,23 @@ class NpuTarget(Target):
             return Verdict.refuse("install", str(error))
         return Verdict(True)
 
-    def supports(self, spec: MoeSpec) -> Verdict:
+    def supports(self, spec: MoeSpec, max_tokens: int = 1) -> Verdict:
         """May this layer become one aclnnMegaMoe here? The same function judges it again when its context is known."""
         if not self.supported().ok:
             return self.supported()
-        return decide_npu(spec, self._conditions(DEFAULT_MAX_TOKENS, 0, "ND"))
+        return decide_npu(spec, self._conditions(max_tokens, 0, "ND"))
+
+    def open_context(self, group: Any, capacity: Capacity, spec: MoeSpec) -> Opened:
+        """See `npu_context_for`."""
+        sizes = Sizes(
+            capacity.ep_world_size,
+            capacity.num_experts,
+            capacity.top_k,
+            capacity.hidden,
+            capacity.max_tokens_per_rank,
+        )
+        made = npu_context_for(group, sizes, intermediate=spec.intermediate)
+        return Opened(made.tensor, "aclnnMegaMoe", made.ccl_buffer_size)
 
     def run(self, context: Tensor | None, operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
         """One call.
