@@ -8,7 +8,6 @@ thread. Where there are fewer cores than threads, threads of a rank run side by 
 """
 
 import argparse
-import statistics
 from pathlib import Path
 
 import torch
@@ -36,14 +35,15 @@ def main() -> None:
     layer = Workload(tokens=args.tokens, experts=16, top_k=2, hidden=1024, intermediate=128)
     steps = run_ranks(args.ranks, recorded, layer, args.threads, args.steps)
     steps = [[[Event(*event) for event in events] for events in step] for step in steps]
-    shares = [min(share_of_pulls_under_gemms(events) for events in step) for step in steps]
-    best = max(range(args.steps), key=lambda i: shares[i])
+    shares = [[share_of_pulls_under_gemms(events) for events in step] for step in steps]
+    best = max(range(args.steps), key=lambda i: sum(shares[i]))
+    every = sorted(share for step in shares for share in step)
     print(
-        f"time of pulls under a GEMM of another thread, on the rank with less of it: median of {args.steps} steps "
-        f"{statistics.median(shares):.0%}, most {shares[best]:.0%}"
+        f"time of a rank's pulls under a GEMM of another thread: {every[len(every) // 2]:.0%} in the median of "
+        f"{args.steps} steps, {every[len(every) * 9 // 10]:.0%} in a tenth of them, {every[-1]:.0%} at most"
     )
     for rank, events in enumerate(steps[best]):
-        print(f"that step, rank {rank}: {described(events)}")
+        print(f"the step drawn, rank {rank}: {shares[best][rank]:.0%}; {described(events)}")
     if args.svg:
         title = f"One step of {args.ranks} ranks, {args.threads} threads and {args.tokens} tokens each; numbers are experts"
         args.svg.write_text(timeline(bars(steps[best]), title), encoding="utf-8")
