@@ -1,8 +1,8 @@
 """What two ranks do in one expert-parallel step, from the kernel's own timestamps, as a picture.
 
 In: tokens per rank, threads per rank. Out: how much of the time in which token rows were pulled lay under a GEMM of
-another thread of the same rank, over all steps; and an SVG of the step in which most of it did, with a lane per rank and
-thread. Where there are fewer cores than threads, threads of a rank run side by side in some steps only.
+another thread of the same rank, over all steps; and an SVG of the step in which most of it did, with a lane per rank
+and thread. Where there are fewer cores than threads, threads of a rank run side by side in some steps only.
 
     python benchmarks/expert_parallel_timeline.py --svg docs/expert-parallel-timeline.svg
 """
@@ -45,7 +45,8 @@ def main() -> None:
     for rank, events in enumerate(steps[best]):
         print(f"the step drawn, rank {rank}: {shares[best][rank]:.0%}; {described(events)}")
     if args.svg:
-        title = f"One step of {args.ranks} ranks, {args.threads} threads and {args.tokens} tokens each; numbers are experts"
+        each = f"{args.threads} threads and {args.tokens} tokens each"
+        title = f"One step of {args.ranks} ranks, {each}; numbers are experts"
         args.svg.write_text(timeline(bars(steps[best]), title), encoding="utf-8")
 
 
@@ -73,7 +74,9 @@ def share_of_pulls_under_gemms(events: list[Event]) -> float:
 
 
 def described(events: list[Event]) -> str:
-    seconds = {kind: sum(e.end - e.begin for e in events if e.kind == kind) / 1e3 for kind in ("pull", *GEMMS)}
+    seconds = {
+        kind: sum(e.end - e.begin for e in events if e.kind == kind) / 1e3 for kind in ("pull", *GEMMS)
+    }
     times = ", ".join(f"{kind}s {time:.0f} us" for kind, time in seconds.items())
     return f"{(max(e.end for e in events) - events[0].begin) / 1e3:.0f} us; {times}"
 

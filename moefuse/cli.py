@@ -274,7 +274,8 @@ def simulate(
         Path | None, typer.Option("--costs", metavar="FILE", help="of a machine that was calibrated")
     ] = None,
     calibrate: Annotated[
-        Path | None, typer.Option("--calibrate", metavar="FILE", help="measure this machine and keep it there")
+        Path | None,
+        typer.Option("--calibrate", metavar="FILE", help="measure this machine and keep it there"),
     ] = None,
     validate: Annotated[
         bool, typer.Option("--validate", help="measure on 2 and 4 ranks here, and compare")

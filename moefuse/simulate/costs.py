@@ -19,8 +19,8 @@ class Costs:
     flops: the experts' GEMMs with many tokens. weight_bytes: expert weights read, with few. copy_bytes: rows between
     two windows of a host. node_seconds: a fused node on two ranks with nothing to compute, both meetings included;
     meeting_seconds: of a rank more. op_seconds: a small torch operator. experts_seconds: the experts' operator with
-    nothing to compute. exchange_seconds, gather_seconds, reduce_seconds: an all_to_all, all_gather and reduce_scatter of
-    two ranks with hardly any data; *_rank_seconds: of a rank more; collective_bytes: what each rank gets by one of them.
+    nothing to compute. exchange_seconds, gather_seconds, reduce_seconds: an all_to_all, all_gather and reduce_scatter
+    of two ranks with hardly any data; *_rank_seconds: of a rank more; collective_bytes: what each rank gets by one.
     cores: of the host; more ranks than that take turns.
     """
 

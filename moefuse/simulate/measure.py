@@ -1,8 +1,8 @@
 """Costs of this machine, and how far predictions made of them are from the truth.
 
-In: nothing but the machine. Out: `calibrate` gives `Costs`, `validate` the layer's ways measured on 2 and 4 ranks beside
-what is predicted. Ranks are processes with one thread each. A time is the best of several rounds, in which all that is
-compared takes turns: what the machine can do, not what else it did meanwhile.
+In: nothing but the machine. Out: `calibrate` gives `Costs`, `validate` the layer's ways measured on 2 and 4 ranks and
+predicted. Ranks are processes with one thread each. A time is the best of several rounds, in which all that is compared
+takes turns: what the machine can do, not what else it did meanwhile.
 """
 
 import json
@@ -12,12 +12,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 from moefuse.simulate.costs import Costs
 from moefuse.simulate.predict import WAYS, predict
@@ -63,13 +64,13 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any) -> Any:
     """What `function(*args)` gives on rank 0 of so many processes with a gloo group; JSON data."""
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "out.json"
-        mp.spawn(_rank, (world, Path(directory) / "store", out, function, args), nprocs=world)
+        spawn(_rank, (world, Path(directory) / "store", out, function, args), nprocs=world)
         return json.loads(out.read_text())
 
 
 def _rank(rank: int, world: int, store: Path, out: Path, function: Callable[..., Any], args: Any) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(str(store), world), rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     with torch.no_grad():
         value = function(*args)
     if rank == 0:
@@ -123,8 +124,8 @@ def _alone(rounds: int) -> dict[str, float]:
     big = torch.ones(16 << 20, dtype=torch.uint8)
     target = torch.empty_like(big)
     ways: dict[str, Callable[[], Any]] = {
-        way: (lambda of=of: of.experts(of.x, of.ids, of.weights))
-        for way, of in (("many", many), ("few", few), ("tiny", tiny))
+        name: partial(of.experts, of.x, of.ids, of.weights)
+        for name, of in (("many", many), ("few", few), ("tiny", tiny))
     }
     ways["copy"] = lambda: target.copy_(big)
     ways["ops"] = lambda: (small[index] * 2).sum(1) // 3
@@ -177,8 +178,8 @@ def validate(
     for world in ranks:
         measured = run_ranks(world, _measured, workloads, rounds)
         for workload, times in zip(workloads, measured, strict=True):
-            for way in predict(workload, Topology(world, ranks_per_host=world), costs):
-                compared.append(Compared(world, workload, way.way, times[way.way], way.seconds))
+            predicted = predict(workload, Topology(world, ranks_per_host=world), costs)
+            compared += [Compared(world, workload, way.way, times[way.way], way.seconds) for way in predicted]
     return compared
 
 

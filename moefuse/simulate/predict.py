@@ -57,7 +57,9 @@ class _Machine:
         near = self.copy(self.topology.near * size_per_rank)
         if not self.topology.far:
             return near
-        return near + self.topology.link_seconds + self.topology.far * size_per_rank / self.topology.link_bytes
+        return (
+            near + self.topology.link_seconds + self.topology.far * size_per_rank / self.topology.link_bytes
+        )
 
     def meeting(self) -> float:
         """All ranks wait for each other, besides what the node's own cost has of it."""

@@ -4,6 +4,8 @@ In: a process group on the CPU and a workload. Out: `Ways`, one callable per way
 their experts with the cpu target.
 """
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -37,7 +39,8 @@ class Ways:
         self.all_x, self.all_ids, self.all_weights = map(self._gathered, (self.x, self.ids, self.weights))
 
     def _random(self, draw: torch.Generator, *shape: int) -> Tensor:
-        return (torch.randn(shape, generator=draw) / shape[-1] ** 0.5).to(self.dtype)
+        values = torch.randn(shape, generator=draw) * (1 / math.sqrt(shape[-1]))
+        return values.to(self.dtype)
 
     def fused(self) -> Tensor:
         """The node over shared memory."""

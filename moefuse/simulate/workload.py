@@ -21,7 +21,7 @@ def _positive(value: Any, name: str) -> None:
 
 @dataclass(frozen=True)
 class Workload:
-    """One layer: T tokens on each rank, K of E experts each, H -> I (gated) -> H. Raises ValueError naming the field."""
+    """One layer: tokens on each rank, top_k of `experts` each, H -> I (gated) -> H. Raises ValueError for a field."""
 
     tokens: int
     experts: int

@@ -180,7 +180,9 @@ def test_calibration_and_comparison_run(tmp_path, monkeypatch) -> None:
     calibrate, validate = measure.calibrate, measure.validate
     monkeypatch.setattr(measure, "run_ranks", in_forks)
     monkeypatch.setattr(measure, "calibrate", lambda: calibrate(rounds=1))
-    monkeypatch.setattr(measure, "validate", lambda costs: validate(costs, [Workload(2, 8, 2, 32, 16)], [2], 1))
+    monkeypatch.setattr(
+        measure, "validate", lambda costs: validate(costs, [Workload(2, 8, 2, 32, 16)], [2], 1)
+    )
     file = tmp_path / "costs.json"
     result = run("--calibrate", str(file), "--validate")
     assert result.exit_code == 0, result.output
