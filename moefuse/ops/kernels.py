@@ -4,8 +4,9 @@ In: targets register here when `moefuse.targets` is imported, the communicator w
 dictionary lookup per call. It lives below both so that the operator depends on neither.
 """
 
+from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -27,12 +28,45 @@ class Kernel(Protocol):
         ...
 
 
-_KERNELS: dict[str, Kernel] = {}
+class _Table(dict[str, Kernel]):
+    """Tells who wants to know of changes, however they are made."""
+
+    def __setitem__(self, name: str, kernel: Kernel) -> None:
+        super().__setitem__(name, kernel)
+        _changed(self)
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        _changed(self)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        super().update(*args, **kwargs)
+        _changed(self)
+
+    def clear(self) -> None:
+        super().clear()
+        _changed(self)
+
+
+Watcher = Callable[[Mapping[str, Kernel]], None]
+_WATCHERS: list[Watcher] = []
+_KERNELS: dict[str, Kernel] = _Table()
+
+
+def on_change(watcher: Watcher) -> None:
+    """Call `watcher` with the table after each change: a way around it must know when another kernel answers."""
+    _WATCHERS.append(watcher)
+
+
+def _changed(table: Mapping[str, Kernel]) -> None:
+    for watcher in _WATCHERS:
+        watcher(table)
 
 
 def register_kernel(name: str, kernel: Kernel) -> None:
     """Make `kernel` answer mega_moe(target=name). The last registration holds."""
     _KERNELS[name] = kernel
+    _changed(_KERNELS)
 
 
 def kernel(name: str) -> Kernel:

@@ -20,8 +20,8 @@ from moefuse.ops.options import Options, check_arguments
 # Weights are lists: one stacked 3-D tensor per part ([E, N, H] when transposed, else [E, H, N]; two parts, gate
 # and up, for gate_up="separate") or one 2-D tensor per expert (all gates before all ups). Biases alike. The row
 # scale is one tensor, [O] or [E, O].
-SCHEMA = (
-    "mega_moe(Tensor? context, Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor[] weight1, Tensor[] weight2,"
+_ARGUMENTS = (
+    "(Tensor? context, Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor[] weight1, Tensor[] weight2,"
     " Tensor[] bias1, Tensor[] bias2, Tensor? row_scale=None, *, int num_experts, int ep_world_size=1,"
     " bool transpose_weight1=True, bool transpose_weight2=True, str gate_up='concat',"
     " str activation='swiglu', float[] activation_params=[], str activation_program='',"
@@ -29,6 +29,7 @@ SCHEMA = (
     " ScalarType? output_dtype=None, str row_norm='none', float row_norm_eps=0.0, int num_identity_experts=0,"
     " str target='reference') -> (Tensor y, Tensor expert_token_nums)"
 )
+SCHEMA = f"mega_moe{_ARGUMENTS}"
 
 
 def _run(
@@ -93,6 +94,10 @@ PLAIN_KEYS = frozenset(
 
 LIBRARY.define(SCHEMA, tags=TAGS)
 _OP = torch.ops.moefuse.mega_moe.default
-LIBRARY.impl("mega_moe", _run, "CompositeExplicitAutograd")
-LIBRARY.impl("mega_moe", _autograd, "Autograd", with_keyset=True)
+# A target may register kernels of its own for mega_moe (targets/cpu/binding.py). They hand what they don't take on to
+# this name; no graph contains it, since all that lies below autograd is dispatched as mega_moe again.
+LIBRARY.define(f"mega_moe_in_python{_ARGUMENTS}", tags=TAGS)
+for _name in ("mega_moe", "mega_moe_in_python"):
+    LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
+    LIBRARY.impl(_name, _autograd, "Autograd", with_keyset=True)
 torch.library.register_fake("moefuse::mega_moe", fake, lib=LIBRARY)

@@ -10,6 +10,7 @@ from moefuse.ops.operands import Operands
 from moefuse.ops.options import Options
 from moefuse.targets.base import Target
 from moefuse.targets.cpu import kernel, torch_kernel
+from moefuse.targets.cpu.binding import BINDING
 
 
 class CpuTarget(Target):
@@ -29,6 +30,8 @@ class CpuTarget(Target):
                 f"mega_moe: ep_world_size: this target runs on one rank, got {options.ep_world_size}"
             )
         library = kernel.load()
+        if not isinstance(library, str) and library is not BINDING.kernel:
+            BINDING.bind(library, self.run)
         if isinstance(library, str) or kernel.supports(operands, options):
             return torch_kernel.run(operands, options)
         return kernel.run(library, operands, options)

@@ -47,6 +47,7 @@ ISAS = (
 )
 
 
+@lru_cache(maxsize=1)
 def available() -> list[Isa]:
     """What this CPU can run, best first."""
     if platform.machine() not in ("x86_64", "AMD64"):
