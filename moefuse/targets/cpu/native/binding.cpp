@@ -165,7 +165,7 @@ bool describe(const IValue* a, Roles& roles, Layer& layer) {
     const auto known = find(a, type);
     if (!known) return false;
     layer = known->layer;
-    layer.row_scale = nullptr;
+    layer.row_scale = nullptr, layer.remote = nullptr;
     const int64_t experts = a[EXPERTS].toInt();
     if (x->dim() != 2 || ids->dim() != 2 || weights->dim() != 2 || ids->sizes() != weights->sizes() ||
         ids->size(0) != x->size(0) || !ids->is_contiguous() || !weights->is_contiguous() ||
@@ -241,7 +241,7 @@ void slow(c10::DispatchKeySet keys, Stack* stack, bool learn) {
     const Layer* layer = kernel.last(&after);
     if (after != before + 1 || !active() || !plain(arguments[X])) return;
     const TensorImpl* x = plain(arguments[X]);
-    if (layer->type != code_of(type_of(x)) || layer->tokens != x->size(0)) return;
+    if (layer->type != code_of(type_of(x)) || layer->tokens != x->size(0) || layer->remote) return;
     const bool known = find(arguments.data(), type_of(x)) != nullptr;
     const std::lock_guard<std::mutex> lock(mutex);
     if (seen.size() > MOST_SEEN) seen.clear();

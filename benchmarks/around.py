@@ -1,0 +1,104 @@
+"""What surrounds the node at one token: the router and a shared expert, as Inductor leaves them, beside the node.
+
+In: command line flags. Out: milliseconds (least of the rounds, CPU time of one thread) of the whole block compiled with
+moefuse, of the node alone, of router and shared expert alone compiled with Inductor, and of the shared expert as a node
+with one expert, which is what absorbing it would come to. Needs transformers.
+
+    python benchmarks/around.py --shape qwen3,deepseek-v2-lite
+"""
+
+import argparse
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import moefuse.ops  # noqa: F401  (registers the operator)
+from moefuse.bench import limits, shapes
+from moefuse.bench.contestants import node
+
+# Hidden features of the shared experts of the models with these shapes.
+SHARED = {"qwen3": 0, "qwen3.5": 512, "deepseek-v2-lite": 2816, "tiny": 32}
+Call = Callable[[], Any]
+
+
+class Block(nn.Module):
+    """Router and experts, and a shared expert where the model has one."""
+
+    def __init__(self, layer: shapes.Layer, shared: int) -> None:
+        super().__init__()
+        hidden, dtype = layer.shape.hidden, layer.dtype
+        self.top_k = layer.shape.top_k
+        self.router = nn.Linear(hidden, layer.shape.experts, bias=False, dtype=dtype)
+        self.experts = layer.module
+        self.gate_up = nn.Linear(hidden, 2 * shared, bias=False, dtype=dtype) if shared else None
+        self.down = nn.Linear(shared, hidden, bias=False, dtype=dtype) if shared else None
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weights, ids = self.router(x).softmax(-1, dtype=torch.float32).topk(self.top_k)
+        return ids, (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
+
+    def shared(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.experts(x, *self.route(x))
+        return y + self.shared(x) if self.gate_up is not None else y
+
+
+def calls(name: str) -> dict[str, Call]:
+    layer = shapes.build(shapes.SHAPES[name], torch.bfloat16, shapes.available_bytes() // 3)
+    layer.module.config._experts_implementation = "grouped_mm"
+    block = Block(layer, SHARED[name]).requires_grad_(False)
+    x = torch.randn(1, layer.shape.hidden).to(layer.dtype)
+    ids, weights = block.route(x)
+    alone, whole = node(layer, "cpu"), torch.compile(block, backend="moefuse", options={"mode": "on"})
+    route = torch.compile(block.route)
+    found: dict[str, Call] = {
+        "whole block": lambda: whole(x),
+        "node": lambda: alone(x, ids, weights),
+        "router": lambda: route(x),
+    }
+    if block.gate_up is not None:
+        shared, one = torch.compile(block.shared), [torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1)]
+        w1, w2 = [block.gate_up.weight], [block.down.weight]
+        op = torch.ops.moefuse.mega_moe.default
+        found["shared expert"] = lambda: shared(x)
+        found["shared expert as a node"] = lambda: op(
+            None, x, *one, w1, w2, [], [], num_experts=1, target="cpu"
+        )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", default="qwen3,qwen3.5,deepseek-v2-lite", help=", ".join(SHARED))
+    parser.add_argument("--rounds", type=int, default=40)
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    probes = limits.Probes(torch.bfloat16, 1)
+    for name in arguments.shape.split(","):
+        torch._dynamo.reset()
+        with torch.no_grad():
+            found = calls(name)
+            least = dict.fromkeys(found, float("inf"))
+            for _ in range(arguments.rounds + 2):
+                for which, call in found.items():
+                    probes.read()  # the weights leave the caches, as they do in a model
+                    start = time.process_time()
+                    call()
+                    least[which] = min(least[which], (time.process_time() - start) * 1e3)
+        print(f"{name}: " + ", ".join(f"{which} {ms:.3f} ms" for which, ms in least.items()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
