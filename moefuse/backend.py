@@ -235,6 +235,8 @@ def _routes(node: Node) -> bool:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
     if name in ("getitem", "index", "gather", "index_select", "embedding"):
         return any(_is_index(arg) for arg in node.all_input_nodes[1:])
+    if name == "eq":
+        return any(_is_index(arg) for arg in node.all_input_nodes)
     if name in ("bmm", "matmul", "einsum") and any(_is_stack(arg) for arg in node.all_input_nodes[1:]):
         return True  # whatever chooses them, if anything does: a product with stacked weights is reported
     return any(word in name for word in ROUTING)

@@ -53,14 +53,16 @@ def find(graph: Graph, parameters: frozenset[str], lifted: Lifted | None = None)
     taken = {gemm for site in lifted.sites for gemm in site.gemms}
     groups: dict[str, list[Node]] = {}
     for node in graph.nodes:
-        like = _expert_like(node, lifted, parameters) or _lost_choice(node, lifted)
-        if node not in taken and (like or _lost_case(node, lifted, taken)):
+        if node not in taken and (_expert_like(node, lifted, parameters) or _lost_choice(node, lifted)):
             groups.setdefault(layer_of(node), []).append(node)
+    for gemm in sorted(_loops(lifted) - taken):
+        groups.setdefault(layer_of(gemm), []).append(gemm)
     covered = {layer_of(gemm) for gemm in taken}
     blocks = {layer.rpartition(".")[0] for layer in covered if layer}
     first_loss = _first_losses(graph, lifted) if groups else {}
     lost: dict[tuple[Node, str], list[Node]] = {}
-    for layer, gemms in groups.items():
+    for layer, every in groups.items():
+        gemms = list(dict.fromkeys(every))
         if layer in covered and layer:
             continue  # a leftover product beside a complete layer in the same module (a shared expert, a norm)
         routed = any(gemm in first_loss for gemm in gemms)
@@ -79,10 +81,16 @@ def _lost_choice(node: Node, lifted: Lifted) -> bool:
     return op_name(node) == "aten::nonzero" and node in lifted.losses
 
 
-def _lost_case(node: Node, lifted: Lifted, taken: set[Node]) -> bool:
-    """What one expert of a loop adds, where no complete layer came of it: its products alone don't look like one."""
-    fact = lifted.facts.get(node)
-    return isinstance(fact, Fact) and isinstance(fact.expr, Cases) and gemms_of(fact.expr).isdisjoint(taken)
+def _loops(lifted: Lifted) -> set[Node]:
+    """The products of loops over experts, which don't look like a layer's; a single product under a mask is no loop."""
+    gemms: dict[Node, dict[int, set[Node]]] = {}
+    for fact in (*lifted.facts.values(), *lifted.ended.values()):
+        if isinstance(fact, Fact) and isinstance(fact.expr, Cases) and isinstance(fact.expr.case.ids, Leaf):
+            own = gemms.setdefault(fact.expr.case.ids.node, {})
+            own.setdefault(fact.expr.case.expert, set()).update(gemms_of(fact.expr))
+    return {
+        gemm for experts in gemms.values() if len(experts) > 1 for own in experts.values() for gemm in own
+    }
 
 
 def _expert_like(node: Node, lifted: Lifted, parameters: frozenset[str]) -> bool:

@@ -44,7 +44,8 @@ def demand_fused(
     fused: set[Node] = set()
     reasons: dict[Node, str] = {}
     for candidate, layer in zip(candidates, layers, strict=True):
-        for gemm in candidate.site.gemms if candidate.site is not None else (candidate.node,):
+        products = candidate.site.gemms if candidate.site is not None else candidate.gemms
+        for gemm in (*products, candidate.node):
             if layer.fused:
                 fused.add(gemm)
             else:

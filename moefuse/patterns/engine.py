@@ -70,11 +70,15 @@ Python's stack."""
 
 @dataclass
 class Lifted:
-    """sites: complete layers, in graph order; losses: by node; facts: what is known of each node."""
+    """sites: complete layers, in graph order; losses: by node; facts: what is known of each node.
+
+    ended: sums over experts, whole or not, that something reads which is no part of their loop; opaque from there on.
+    """
 
     sites: list[Site] = field(default_factory=list)
     losses: dict[Node, Lost] = field(default_factory=dict)
     facts: dict[Node, Fact | tuple[Fact | None, ...]] = field(default_factory=dict)
+    ended: dict[Node, Fact] = field(default_factory=dict)
 
 
 def lift(graph: Graph) -> Lifted:
@@ -92,8 +96,6 @@ class Lifter:
         self._whole: Node | None = None
         """An operand to take as an opaque tensor, whatever is known of it."""
         self._opened: dict[Leaf, Expr | None] = {}
-        self._ended: dict[Node, Fact] = {}
-        """Sums over experts, whole or not, that something reads which is no part of their loop."""
         self._single: dict[Node, Site] = {}
         """Nodes that are complete layers of one slot per token, so far: what follows may still belong to them."""
 
@@ -241,7 +243,7 @@ class Lifter:
                 self._end_single(self._single[self._single_end(arg)])
             elif isinstance(fact, Fact):
                 self._close(arg, fact, node)
-                self._ended[arg] = self.result.facts.pop(arg)  # type: ignore[assignment]
+                self.result.ended[arg] = self.result.facts.pop(arg)  # type: ignore[assignment]
         return bool(ended)
 
     def _goes_on(self, node: Node) -> bool:
@@ -251,7 +253,7 @@ class Lifter:
 
     def _cases(self, node: Node | None) -> Cases | None:
         """What is known of a sum over experts."""
-        fact = self.result.facts.get(node, self._ended.get(node)) if node is not None else None
+        fact = self.result.facts.get(node, self.result.ended.get(node)) if node is not None else None
         return fact.expr if isinstance(fact, Fact) and isinstance(fact.expr, Cases) else None
 
     def _single_end(self, node: Node) -> Node:
@@ -293,21 +295,24 @@ class Lifter:
     def _close_loops(self, graph: Graph) -> None:
         """A loop over experts ends at the first node that holds its last case."""
         taken = {gemm for site in self.result.sites for gemm in site.gemms}
-        ends: dict[tuple[Node, int], tuple[Node, Fact]] = {}
-        continued: set[tuple[Node, int]] = set()
+        ends: dict[Step, tuple[Node, Fact, Cases]] = {}
+        done: set[Step] = set()
         for node in graph.nodes:
-            if (cases := self._cases(node)) is not None and (
-                before := self._cases(cases.earlier)
-            ) is not None:
-                continued.add((before.case.source, before.case.expert))
-            fact = self.result.facts.get(node)
-            if not isinstance(fact, Fact) or not isinstance(fact.expr, Cases) or fact.sorted:
+            if (cases := self._cases(node)) is None:
                 continue
-            source = (fact.expr.case.source, fact.expr.case.expert)
-            if source not in ends or (ends[source][1].expr.earlier is None and fact.expr.earlier is not None):  # type: ignore[attr-defined]
-                ends[source] = (node, fact)
-        for source, (node, fact) in ends.items():
-            if source not in continued and not gemms_of(fact.expr) & taken:
+            step = _step(cases)
+            if (before := self._cases(cases.earlier)) is not None:
+                done.add(_step(before))
+            if node in self.result.ended:
+                done.add(step)
+                continue
+            fact = self.result.facts[node]
+            assert isinstance(fact, Fact)
+            first = step not in ends or (ends[step][2].earlier is None and cases.earlier is not None)
+            if first and not fact.sorted:
+                ends[step] = (node, fact, cases)
+        for step, (node, fact, _) in ends.items():
+            if step not in done and not gemms_of(fact.expr) & taken:
                 self._close(node, fact)
 
     def _close_single_slot(self) -> None:
@@ -361,6 +366,14 @@ class Lifter:
                 )
                 self.result.losses[node] = Lost(reason, node)
                 return
+
+
+Step = tuple[Node, int]
+"""What found an expert's slots, and the expert: one iteration of a loop."""
+
+
+def _step(cases: Cases) -> Step:
+    return cases.case.source, cases.case.expert
 
 
 def leaf_fact(node: Node) -> Fact:

@@ -107,6 +107,9 @@ def describe(
     second = linear(core)
     if second is None:
         raise Conflict(_unexpected(core, "between the second expert GEMM and the combine"))
+    if not second.rows.hard:
+        text = "each expert is one product: a layer has two, with an activation between them"
+        raise Conflict(f"{text} (`{second.node.name}`)")
     program, mids = _split_activation(second.rows)
     if means(program):
         raise Conflict("a mean over the features of a row stands between the expert GEMMs")
@@ -198,10 +201,7 @@ def _split_activation(rows: Expr) -> tuple[Expr, list[Expr]]:
     soft = [f for f in every if not f.hard and not isinstance(f, Const)]
     if not soft:
         return rows, []
-    kept = [f for f in every if f.hard or isinstance(f, Const)]
-    if not any(f.hard for f in kept):
-        raise Conflict("no first expert GEMM feeds the second one")
-    return times(kept), soft
+    return times([f for f in every if f.hard or isinstance(f, Const)]), soft
 
 
 def _token_rows(lift: Lifting, firsts: list[Linear], slots: tuple[Axis, ...]) -> tuple[Expr, list[Expr]]:

@@ -117,7 +117,12 @@ Score = tuple[int, Expr, Expr, tuple[Axis, ...]]
 
 
 def score_of(expr: Expr) -> Score | None:
-    """A token's score for one expert: the sum of weights masked by `ids == e`, or one column of scattered scores."""
+    """A token's score for one expert: the sum of weights masked by `ids == e`, or one column of scattered scores.
+
+    Of one slot per token the mask itself: its weight, if any, is another factor.
+    """
+    if isinstance(expr, OneHot) and (expert := constant(expr.at)) is not None:
+        return expert, expr.ids, Const(1.0), ()
     if isinstance(expr, Op) and is_rounding(expr):
         if (found := score_of(expr.args[0])) is None:
             return None
@@ -141,11 +146,15 @@ def masked_case(lift: Lifting, node: Node, fact: Fact) -> Fact | None:
     """score * expert(x) on every token: what one expert adds, if the expert runs on all tokens and is masked."""
     every = factors(fact.expr)
     scores = [found for f in every if (found := score_of(f)) is not None]
-    rows = [f for f in every if score_of(f) is None]
-    if len(scores) != 1 or len(rows) != 1 or not isinstance(rows[0], Leaf):
+    if len(scores) != 1:
         return None
     expert, ids, weight, slots = scores[0]
     tokens = ids.axes - set(slots)
+    others = [f for f in every if score_of(f) is None]
+    rows = [f for f in others if not f.axes <= tokens]
+    if len(rows) != 1 or not isinstance(rows[0], Leaf):
+        return None
+    weight = times([weight, *(f for f in others if f is not rows[0])])
     own = only_for(node)
     opened = lift.expand(rows[0], lambda leaf: leaf.axes > tokens and not leaf.selectors and leaf.node in own)
     if not opened.hard:

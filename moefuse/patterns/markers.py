@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from moefuse.graph import sizes
+from moefuse.patterns.capacity import dropped
 from moefuse.patterns.counts import count_of
 from moefuse.patterns.facts import Axis, Cases, Count, Expr, Fact, Group, Leaf
 from moefuse.patterns.loops import constant, pick_of
@@ -204,7 +205,7 @@ class Prover:
                 raise _Unproved(loop.problem)
             return self._prove(loop)
         except _Unproved as unproved:
-            raise UnprovedError({loop.number: str(unproved)}) from None
+            raise UnprovedError({loop.number: _drops(loop) or str(unproved)}) from None
 
     def _prove(self, loop: Marked) -> list[Expr]:
         experts: dict[int, int] = {}
@@ -422,6 +423,13 @@ class Prover:
                 )
             found.append(fact.expr)
         return found
+
+
+def _drops(loop: Marked) -> str:
+    """Why the loop's layer drops slots, whatever else stands in the way of a proof; "" where nothing says so."""
+    claims = [node for node in (loop.every, *loop.assumed) if node is not None and len(node.args) > 1]
+    claimed = (argument(node, 1) for node in claims)
+    return next((why for node in claimed if isinstance(node, Node) and (why := dropped(node))), "")
 
 
 def _choices(ids: Node) -> int | None:

@@ -284,6 +284,24 @@ class MoeInfer(Sorted):
         )
 
 
+class HitNames(Base):
+    """The experts by name, from a dictionary of modules (NLLB, Switch); the router is cast at every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.named = nn.ModuleDict({f"expert_{e}": expert for e, expert in enumerate(self.experts)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.router = self.router.to(torch.float32)
+        weights, ids = self.route(x)
+        y = torch.zeros_like(x)
+        mask = F.one_hot(ids, self.num_experts).permute(2, 1, 0)
+        for hit in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+            slot, token = torch.where(mask[hit].squeeze(0))
+            y.index_add_(0, token, self.named[f"expert_{hit[0]}"](x[token]) * weights[token, slot, None])
+        return y
+
+
 # --- what must stay as it is ------------------------------------------------------------------------------
 
 
@@ -354,6 +372,34 @@ class ManyHits(Base):
             e = hit.item()
             token, slot = torch.where(ids == e)
             y.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+        return y
+
+
+class Capacity(Base):
+    """Switch: one choice per token, and each expert's queue is cut."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        best, ids = self.router(x).softmax(-1).max(-1)
+        mask = F.one_hot(ids, E)
+        mask = (mask * (mask.cumsum(0) <= 2)).view(-1, 1, E).permute(2, 1, 0)
+        y = torch.zeros_like(x)
+        for hit in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+            _, token = torch.where(mask[hit].squeeze(0))
+            y.index_add_(0, token, self.experts[hit[0]](x[token]) * best[token, None])
+        return y
+
+
+class CapacityAfter(Base):
+    """The slots beyond the capacity have no weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        places = F.one_hot(ids.flatten(), E).cumsum(0).view(*ids.shape, E).gather(-1, ids.unsqueeze(-1))
+        weights = weights * (places.squeeze(-1) <= 2)
+        y = torch.zeros_like(x)
+        for hit in F.one_hot(ids, E).sum(dim=(0, 1)).nonzero():
+            token, slot = torch.where(ids == hit)
+            y.index_add_(0, token, self.experts[hit[0]](x[token]) * weights[token, slot, None])
         return y
 
 

@@ -201,6 +201,20 @@ def test_writes_that_autograd_does_not_see_are_refused(fn: Callable[..., Any]) -
     refused(fn, x(), w(), match="unseen by autograd")
 
 
+def test_a_module_cast_to_its_own_dtype_is_no_write() -> None:
+    """`self.router = self.router.to(dtype)`: Dynamo leaves a set_ of the parameter to itself."""
+    linear = torch.nn.Linear(4, 3)
+
+    def fn(a: torch.Tensor) -> torch.Tensor:
+        return linear.to(a.dtype)(a)
+
+    log: list[Captured] = []
+    a = torch.randn(2, 4)
+    got = torch.compile(fn, backend=backend(log))(a)
+    assert torch.equal(got, linear(a))
+    assert "aten::set_" not in ops(log[0])
+
+
 def test_the_same_writes_are_fine_without_gradients() -> None:
     with torch.no_grad():
         compare(write_through_data, x(), w())

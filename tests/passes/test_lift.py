@@ -104,6 +104,22 @@ def test_a_loop_whose_choices_are_lost_is_a_candidate() -> None:
     assert "those beyond it are dropped" in found.reason
 
 
+@pytest.mark.parametrize(("experts", "layers"), [(E, 1), (1, 0)])
+def test_a_masked_loop_of_single_products(experts: int, layers: int) -> None:
+    """ViTPose: a linear layer per image's expert. With one expert it is a mask, and no layer."""
+
+    def forward(x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+        y = torch.zeros(T, w.shape[1])
+        for e in range(experts):
+            y = y + torch.nn.functional.linear(x, w[e]) * (ids == e).unsqueeze(-1)
+        return y
+
+    x, ids, _, w1, _ = operands(torch.float32)
+    found = candidates(forward, x, ids[:, 0], w1)
+    assert len(found) == layers
+    assert all("each expert is one product" in one.reason for one in found)
+
+
 @pytest.mark.parametrize("routed", [True, False])
 def test_experts_of_rank_one(routed: bool) -> None:
     """Rows of two tables for each slot; the same products with rows that no top-k chose are no MoE layer."""

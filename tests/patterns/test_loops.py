@@ -169,6 +169,23 @@ def test_a_first_term_without_zeros_and_a_rounded_score() -> None:
         study(layer, x[:tokens], torch.randn(tokens, E), weights[:tokens].float(), w1, w2).fused()
 
 
+@pytest.mark.parametrize("weighted", [True, False])
+def test_one_slot_per_token_needs_no_sum_of_its_mask(weighted: bool) -> None:
+    def layer(x: Tensor, scores: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        best, ids = scores.max(-1)
+        y = torch.zeros_like(x)
+        for e in range(E):
+            own = (ids == e) * best if weighted else ids == e
+            y = y + functional.linear(swiglu(functional.linear(x, w1[e])), w2[e]) * own.unsqueeze(-1)
+        return y
+
+    x, _, _, w1, w2 = operands(torch.float32)
+    found = study(layer, x, torch.randn(T, E), w1, w2)
+    assert found.site.spec.top_k == 1
+    assert found.site.spec.has_router_weight is weighted
+    found.fused()
+
+
 @pytest.mark.parametrize("score", ["mask", "column"])
 def test_every_expert_on_every_token_masked_is_a_layer(score: str) -> None:
     layer = every_token(score=score)

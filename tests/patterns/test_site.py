@@ -436,7 +436,7 @@ NO_LAYER: dict[str, tuple[Layer, str]] = {
         lambda x, ids, w, w1, w2: (
             torch.einsum("ti,tkoi->tko", x[:, :H].repeat(1, 2)[:, :I], w2[ids]) * wide(w)
         ).sum(1),
-        "no first expert GEMM feeds the second one",
+        "each expert is one product",
     ),
     "rows of the neighbour token for gate": (
         lambda x, ids, w, w1, w2: (
