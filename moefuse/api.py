@@ -61,7 +61,7 @@ def explain(
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         condition = condition_of(gm.graph) or (SWITCHED if front_end.switched else "")
         local_inputs, taking_the_whole = read_locally(gm, example_inputs)
-        with refusals():
+        with refusals(local_inputs):
             compiled = compile_graph(gm, local_inputs, options, {}, record=True)
         if condition and compiled.report.fused and not compiled.report.note:
             compiled = replace(compiled, report=replace(compiled.report, note=condition))

@@ -67,7 +67,7 @@ def moefuse(
     parsed = Options.parse(options)
     from_mode = _mode_options(mode, choose(parsed.inner, example_inputs))
     inputs, taking_the_whole = read_locally(gm, example_inputs)
-    with refusals():
+    with refusals(inputs):
         compiled = compile_graph(gm, inputs, parsed, from_mode, contact="ask")
     JOURNAL.record(compiled.report, CompileContext.current_compile_id())
     run = compiled.run if compiled.checker is None else _verified(compiled, gm, parsed.mode)

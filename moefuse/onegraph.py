@@ -9,6 +9,7 @@ and undoes both after the call, so that the model object stays as the user made 
 """
 
 import copy
+import logging
 import threading
 import traceback
 import types
@@ -26,6 +27,8 @@ from moefuse.passes.pipeline import RejectedError
 from moefuse.patterns.markers import UnprovedError
 from moefuse.report.journal import JOURNAL
 from moefuse.report.model import NO_GRAPH, GraphReport, LayerReport
+
+log = logging.getLogger("moefuse")
 
 LOOP, GROUPED = "eager", "grouped_mm"
 """transformers' names of the loop over experts and of its equivalent in one graph."""
@@ -53,10 +56,13 @@ def compile(
     run = FrontEnd(model, lambda frame: torch.compile(frame, **arguments), parsed, _to_journal, fullgraph)
     if not isinstance(model, nn.Module):
         return run
-    compiled = torch.compile(model, **arguments)  # for its face: attributes and state of the model
-    assert isinstance(compiled, nn.Module)
-    compiled.forward = run
-    return compiled
+    from moefuse.compiled import CompiledModule
+
+    compiled = torch.compile(model, **arguments)
+    assert isinstance(compiled, torch._dynamo.OptimizedModule)
+    return CompiledModule(
+        model, compiled.dynamo_ctx, run, {"fullgraph": fullgraph, "dynamic": dynamic, **options}
+    )
 
 
 def _to_journal(refused: tuple[LayerReport, ...]) -> None:
@@ -78,13 +84,14 @@ class FrontEnd:
         fullgraph: bool = False,
     ) -> None:
         self._model = model
+        self._called, owner = _owned(model)
         self._compile_frame = compile_frame
         self._options = options
         self._fullgraph = fullgraph
         self._capture = True
         self._tell = tell
-        self._loops = Loops(model if options.mode != "off" else None)
-        self._switch = _ExpertsSwitch(model)
+        self._loops = Loops(owner if options.mode != "off" else None)
+        self._switch = _ExpertsSwitch(owner)
         self._lock = threading.Lock()
         self._compiled: tuple[tuple[int, bool], Callable[..., Any]] | None = None
 
@@ -98,7 +105,11 @@ class FrontEnd:
                     version = self._version()
                     return self._frame(version)(*args, **kwargs)
             except Exception as error:
-                unproved = isinstance(getattr(error, "inner_exception", None), UnprovedError)
+                inner = getattr(error, "inner_exception", None)
+                unproved = isinstance(inner, UnprovedError)
+                if isinstance(inner, UnprovedError) and inner.empty and not _has_begun(error):
+                    log.info("a call without tokens runs uncompiled: %s", inner)
+                    return self._called(*args, **kwargs)
                 if not (unproved and version != self._version()) and not self._give_up(error):
                     raise  # otherwise nothing has run: once more, with less
             finally:
@@ -138,7 +149,7 @@ class FrontEnd:
         """The compiled frame; a new one where rewritten code went back to its original."""
         with self._lock:
             if self._compiled is None or self._compiled[0] != version:
-                self._compiled = (version, self._compile_frame(own_frame(self._model)))
+                self._compiled = (version, self._compile_frame(own_frame(self._called)))
             return self._compiled[1]
 
     def _tell_refused(self) -> None:
@@ -150,6 +161,21 @@ class FrontEnd:
             raise RejectedError(
                 "\n".join(f"  {site.layer or '(root)'}: {site.reason} [{site.source}]" for site in refused)
             )
+
+
+def _owned(model: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """(what is called, where loops are looked for): of a module's method, by its name, the module."""
+    owner = getattr(model, "__self__", None)
+    if not isinstance(model, types.MethodType) or not isinstance(owner, nn.Module):
+        return model, model
+    name = model.__name__
+    if getattr(type(owner), name, None) is not model.__func__:
+        return model, model  # not what its name says: it can't be found again
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return getattr(owner, name)(*args, **kwargs)
+
+    return method, owner
 
 
 def own_frame(model: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,6 +18,8 @@ from moefuse.frontend.source import RefusedError, Source
 def admit(loop: Found, source: Source, owner: nn.Module, live: Live) -> None:
     """RefusedError where the loop does more than the graph will show; otherwise fills in what leaves it."""
     node, definition = loop.node, source.definition
+    if loop.refused:
+        raise RefusedError(f"{loop.refused}: loop over the list itself", node.lineno)
     if node.orelse:
         raise RefusedError("the loop has an else branch", node.lineno)
     _check_scopes(node, definition)

@@ -17,9 +17,13 @@ _ALONE = "torch.compile alone breaks the graph at"
 REWRITTEN = f"through moefuse.compile only: {_ALONE} a loop over experts that branches on data"
 DEPENDENT = f"through moefuse.compile or fullgraph=True only: {_ALONE} sizes that depend on data"
 SWITCHED = f"through moefuse.compile only: {_ALONE} experts_implementation='eager', run as 'grouped_mm' here"
-BRANCH = "take the branch out (an expert without tokens adds nothing), or loop over range(number of experts)"
+BRANCH = (
+    "take the branch out (an expert without tokens adds nothing), loop over range(number of experts), "
+    "or put the loop into a method of a module, where moefuse.compile looks for it"
+)
 
 _OWN = os.path.dirname(__file__) + os.sep
+_DYNAMO = os.path.join(os.path.dirname(torch.__file__), "_dynamo") + os.sep
 
 
 def condition_of(graph: Graph) -> str:
@@ -43,7 +47,7 @@ def breaks_noted() -> Iterator[list[str]]:
 
 
 def _note(reason: str, stack: list[traceback.FrameSummary]) -> str:
-    frames = [frame for frame in stack if not frame.filename.startswith(_OWN)]
+    frames = [frame for frame in stack if not frame.filename.startswith((_OWN, _DYNAMO))]
     if not frames or reason == "step_unsupported":  # the frame around one that broke
         return ""
     frame, words = frames[-1], reason.strip().split("\n", 1)[0]

@@ -10,11 +10,12 @@ import logging
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from moefuse.frontend.rewrite import examine, rewrite
@@ -226,15 +227,21 @@ def hooked(number: int) -> str:
 
 
 @contextmanager
-def refusals() -> Iterator[None]:
+def refusals(inputs: Sequence[Any]) -> Iterator[None]:
     """Around a backend's work: loops that aren't proved go back to their original code.
 
     At the model's own frame nothing has run yet: the error goes on, and the caller starts anew. Anywhere else a part of
     the model has run: Dynamo is told to leave the frame to Python, for which rewritten code means what was written.
+    Without tokens the loops stay as they are: the caller runs the model without any of this, once.
+
+    inputs: of the graph.
     """
     try:
         yield
     except UnprovedError as unproved:
+        unproved.empty = any(map(_is_empty, inputs)) and _at_start()
+        if unproved.empty:
+            raise
         by_model: dict[Loops, dict[int, str]] = {}
         for number, reason in unproved.reasons.items():
             if (loops := _KNOWN[number].loops()) is not None:
@@ -246,6 +253,10 @@ def refusals() -> Iterator[None]:
         from torch._dynamo.exc import SkipFrame
 
         raise SkipFrame(str(unproved)) from unproved
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and any(isinstance(n, int) and n == 0 for n in value.shape)
 
 
 def _at_start() -> bool:

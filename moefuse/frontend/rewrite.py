@@ -22,7 +22,7 @@ from moefuse.frontend import runtime
 from moefuse.frontend.admit import admit, asks_whether_empty, is_cat
 from moefuse.frontend.liveness import live_names, loads, stores
 from moefuse.frontend.lookup import root_of
-from moefuse.frontend.search import Found, loops_of, skip_test, statements, worth_reading
+from moefuse.frontend.search import Found, enumerated, loops_of, skip_test, statements, worth_reading
 from moefuse.frontend.source import HELPERS, RefusedError, Source, build, demand_plain, parse
 
 
@@ -178,7 +178,9 @@ class _Rewriter(ast.NodeTransformer):
         node.body = [s for old in node.body for s in _Body(loop, self.definition).lines(old)]
         load = ast.Name(token, ast.Load())
         begin = ast.Assign([ast.Name(token, ast.Store())], _helper("loop", ast.Constant(loop.number)))
-        if loop.kind == "rows":
+        if loop.kind == "rows" and (listed := enumerated(node.iter)) is not None:
+            node.iter.args[0] = _helper("rows", load, listed)  # type: ignore[attr-defined]
+        elif loop.kind == "rows":
             node.iter = _helper("rows", load, node.iter)
         elif loop.kind == "numbers":
             assert isinstance(node.iter, ast.Call)

@@ -32,11 +32,15 @@ class Test:
 
 @dataclass
 class Found:
-    """A loop to rewrite. kind: "rows", "numbers" (of a tolist) or "plain"; construct: what breaks the graph there."""
+    """A loop to rewrite. kind: "rows", "numbers" (of a tolist) or "plain"; construct: what breaks the graph there.
+
+    refused: why it can't be rewritten, whatever its body does; "" if it may be.
+    """
 
     node: ast.For
     kind: str
     construct: str
+    refused: str = ""
     number: int = 0
     results: list[str] = field(default_factory=list)
     lists: list[str] = field(default_factory=list)
@@ -62,8 +66,56 @@ def loops_of(definition: ast.FunctionDef) -> Iterator[Found]:
         tests = [t for t in ifs(node.body) if skip_test(t, node, definition) is not None]
         if kind == "plain" and tests:
             construct = f"if {ast.unparse(tests[0].test)}:"
-        if kind != "plain" or tests:
-            yield Found(node, kind, construct)
+        refused = _by_position(node, definition)
+        if refused:
+            construct = f"for {ast.unparse(node.target)} in {ast.unparse(node.iter)}:"
+        if kind != "plain" or tests or refused:
+            yield Found(node, kind, construct, refused)
+
+
+def _by_position(node: ast.For, definition: ast.FunctionDef) -> str:
+    """Why a loop that needs the positions in a list of hit experts can't be rewritten: they depend on the data."""
+    over = node.iter
+    if not isinstance(over, ast.Call) or not isinstance(over.func, ast.Name):
+        return ""
+    if over.func.id == "range" and any(
+        _is_length(n, definition) for part in over.args for n in ast.walk(part)
+    ):
+        return "it counts through a list that is as long as the data want"
+    if over.func.id != "enumerate" or not over.args or not _lists_hits(over.args[0], definition):
+        return ""
+    if enumerated(over) is None or not _unread(node):
+        return "it reads the position in a list that is as long as the data want"
+    return ""
+
+
+def _is_length(value: ast.AST, definition: ast.FunctionDef) -> bool:
+    """True for `len(hits)`, `hits.shape`, `hits.size(0)`, `hits.numel()` of what is as long as the data want."""
+    measured: ast.expr | None = None
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "len":
+        measured = value.args[0]
+    elif isinstance(value, ast.Attribute) and value.attr in ("shape", "size", "numel"):
+        measured = value.value
+    return isinstance(measured, ast.Name) and any(
+        isinstance(n, ast.Call)
+        and isinstance(n.func, ast.Attribute)
+        and (n.func.attr in LISTS_HITS - {"where"} or (n.func.attr == "where" and len(n.args) == 1))
+        for assigned in _assigned(measured, definition)
+        for n in ast.walk(assigned)
+    )
+
+
+def enumerated(over: ast.expr) -> ast.expr | None:
+    """X of `enumerate(X)`."""
+    named = isinstance(over, ast.Call) and isinstance(over.func, ast.Name) and over.func.id == "enumerate"
+    return over.args[0] if named and len(over.args) == 1 and not over.keywords else None  # type: ignore[attr-defined]
+
+
+def _unread(node: ast.For) -> bool:
+    """True when nothing reads the position that enumerate gives."""
+    target = node.target
+    pair = isinstance(target, ast.Tuple) and len(target.elts) == 2
+    return pair and not stores(target.elts[0]) & loads(ast.Module(node.body, []))  # type: ignore[attr-defined]
 
 
 def _outermost(body: list[ast.stmt]) -> Iterator[ast.For]:
@@ -80,6 +132,10 @@ def _kind(node: ast.For, definition: ast.FunctionDef) -> tuple[str, str]:
     text = f"for {ast.unparse(node.target)} in {ast.unparse(over)}:"
     if isinstance(over, ast.Call) and isinstance(over.func, ast.Attribute) and over.func.attr == "tolist":
         return ("numbers", text) if _lists_hits(over.func.value, definition) else ("plain", "")
+    if (listed := enumerated(over)) is not None:
+        over = listed
+    elif isinstance(over, ast.Call) and isinstance(over.func, ast.Name):
+        return "plain", ""  # range(len(hits)) and the like: see _by_position
     return ("rows", text) if _lists_hits(over, definition) else ("plain", "")
 
 
@@ -87,16 +143,21 @@ def _lists_hits(value: ast.expr, definition: ast.FunctionDef) -> bool:
     """True when the value comes from a call such as nonzero, as far as assignments in the function say."""
     if any(isinstance(n, ast.Attribute) and n.attr in LISTS_HITS for n in ast.walk(value)):
         return True
-    if not isinstance(value, ast.Name):
-        return False
-    assigned = [
-        n.value
-        for n in ast.walk(definition)
-        if isinstance(n, ast.Assign) and any(value.id in stores(target) for target in n.targets)
-    ]
     return any(
-        isinstance(n, ast.Attribute) and n.attr in LISTS_HITS for value in assigned for n in ast.walk(value)
+        isinstance(n, ast.Attribute) and n.attr in LISTS_HITS
+        for assigned in _assigned(value, definition)
+        for n in ast.walk(assigned)
     )
+
+
+def _assigned(value: ast.expr, definition: ast.FunctionDef) -> list[ast.expr]:
+    """What the function assigns to the name at which `a.b(c)[d]` begins."""
+    while isinstance(value, ast.Attribute | ast.Subscript | ast.Call):
+        value = value.func if isinstance(value, ast.Call) else value.value
+    if not isinstance(value, ast.Name):
+        return []
+    assignments = (n for n in ast.walk(definition) if isinstance(n, ast.Assign))
+    return [n.value for n in assignments if any(value.id in stores(target) for target in n.targets)]
 
 
 def ifs(body: list[ast.stmt]) -> Iterator[ast.If]:

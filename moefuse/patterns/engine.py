@@ -368,12 +368,12 @@ class Lifter:
                 return
 
 
-Step = tuple[Node, int]
-"""What found an expert's slots, and the expert: one iteration of a loop."""
+Step = tuple[Node, int, frozenset[Node]]
+"""One iteration of a loop: what found an expert's slots, the expert, its GEMMs (a loop may add up two layers)."""
 
 
 def _step(cases: Cases) -> Step:
-    return cases.case.source, cases.case.expert
+    return cases.case.source, cases.case.expert, frozenset(gemms_of(cases.case.rows))
 
 
 def leaf_fact(node: Node) -> Fact:

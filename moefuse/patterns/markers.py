@@ -30,7 +30,12 @@ PREFIX = "moefuse::"
 
 
 class UnprovedError(Exception):
-    """Loops whose rewritten form isn't proved. reasons: by the number of the loop."""
+    """Loops whose rewritten form isn't proved. reasons: by the number of the loop.
+
+    empty: in a graph for inputs without elements, of which some spellings can't be told apart: others may be proved.
+    """
+
+    empty = False
 
     def __init__(self, reasons: dict[int, str]) -> None:
         super().__init__("; ".join(reasons.values()))
@@ -393,6 +398,8 @@ class Prover:
             self._cases(loop, node, experts, ids, chain)
             return [fact.expr]
         if fact is not None and op_name(node) == "aten::cat" and fact.sorted:
+            if loop.every is not None and _turned(argument(loop.every, 1)):
+                raise _Unproved(f"`{node.name}` puts rows together in another order than that of the experts")
             return self._pieces(loop, node, experts, ids)
         why = self.reasons.get(node, "it isn't known to be a sum over experts")
         raise _Unproved(f"what it leaves in `{node.name}`: {why}")
@@ -453,9 +460,20 @@ _SAME_NUMBERS = {
 """Operators that keep the elements and their order."""
 
 
+def _turned(values: Node) -> bool:
+    """True for a list of experts in another order than nonzero gives."""
+    while op_name(values) != "aten::nonzero":
+        if op_name(values) == "aten::flip":
+            return True
+        values = values.all_input_nodes[0]
+    return False
+
+
 def _same_rows(node: Node) -> bool:
-    """True when the node has one row for each row of its operand, in the same order."""
+    """True when the node has one row for each row of its operand, in the same order or the opposite one."""
     name = op_name(node)
+    if name == "aten::flip":
+        return True
     if name in ("aten::slice", "aten::select"):
         return int(argument(node, 1, "dim", 0)) != 0
     if name in ("aten::unbind", "aten::split"):

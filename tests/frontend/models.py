@@ -302,6 +302,55 @@ class HitNames(Base):
         return y
 
 
+class Enumerated(Base):
+    """The position in the list isn't read; the list runs backwards."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        y = torch.zeros_like(x)
+        hits = F.one_hot(ids, E).sum(dim=(0, 1)).nonzero().flatten()
+        for _, e in enumerate(hits.flip(0)):
+            token, slot = torch.where(ids == e)
+            y.index_add_(0, token, self.experts[e](x[token]) * weights[token, slot, None])
+        return y
+
+
+class TwoLayers(Base):
+    """One loop adds up two layers that share their routing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others = nn.ModuleList(Expert() for _ in range(E))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        y, z = torch.zeros_like(x), torch.zeros_like(x)
+        for e in range(self.num_experts):
+            token, slot = torch.where(ids == e)
+            if token.numel() == 0:
+                continue
+            weight = weights[token, slot, None]
+            y.index_add_(0, token, self.experts[e](x[token]) * weight)
+            z.index_add_(0, token, self.others[e](x[token]) * weight)
+        return torch.cat([y, z], -1)
+
+
+class HitPieces(Base):
+    """The sorted rows in pieces, one per expert that has any."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        order = ids.flatten().argsort()
+        counts = F.one_hot(ids, E).sum(dim=(0, 1))
+        pieces = x[order // K].split(counts.tolist())
+        hits = counts.nonzero().flatten()
+        outputs = []
+        for e in hits:
+            outputs.append(self.experts[e](pieces[e]))  # noqa: PERF401
+        rows = torch.cat(outputs)[order.argsort()].view(len(x), K, -1)
+        return (rows * weights[..., None]).sum(1)
+
+
 # --- what must stay as it is ------------------------------------------------------------------------------
 
 
@@ -400,6 +449,47 @@ class CapacityAfter(Base):
         for hit in F.one_hot(ids, E).sum(dim=(0, 1)).nonzero():
             token, slot = torch.where(ids == hit)
             y.index_add_(0, token, self.experts[hit[0]](x[token]) * weights[token, slot, None])
+        return y
+
+
+class TurnedPieces(Base):
+    """The same with the last expert's rows first, as if they were sorted the other way round."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        order = ids.flatten().argsort()
+        counts = F.one_hot(ids, E).sum(dim=(0, 1))
+        pieces = x[order // K].split(counts.tolist())
+        hits = counts.nonzero().flatten()
+        outputs = []
+        for e in hits.flip(0):
+            outputs.append(self.experts[e](pieces[e]))  # noqa: PERF401
+        rows = torch.cat(outputs)[order.argsort()].view(len(x), K, -1)
+        return (rows * weights[..., None]).sum(1)
+
+
+class RangeLen(Base):
+    """The list is read by position."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        y = torch.zeros_like(x)
+        hits = F.one_hot(ids, E).sum(dim=(0, 1)).nonzero()
+        for i in range(len(hits)):
+            token, slot = torch.where(ids == hits[i, 0])
+            y.index_add_(0, token, self.experts[hits[i, 0]](x[token]) * weights[token, slot, None])
+        return y
+
+
+class Ranked(Base):
+    """What an expert adds depends on its position in the list."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        y = torch.zeros_like(x)
+        for i, e in enumerate(F.one_hot(ids, E).sum(dim=(0, 1)).nonzero().flatten()):
+            token, slot = torch.where(ids == e)
+            y.index_add_(0, token, self.experts[e](x[token]) * (weights[token, slot, None] + i))
         return y
 
 

@@ -1,7 +1,9 @@
 """Loops that branch on data through `moefuse.compile`: one graph and one node, or the code as written and a reason."""
 
 import copy
+import pickle
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -49,6 +51,9 @@ RIGHT = [
     models.HitListNoGuard,
     models.HitNumbers,
     models.HitNames,
+    models.Enumerated,
+    models.TwoLayers,
+    models.HitPieces,
     models.Tolist,
     models.Counts,
     models.Empty,
@@ -83,6 +88,9 @@ WRONG = {
     models.ManyHits: "isn't known to list all experts that have tokens",
     models.Capacity: "compared with a capacity",
     models.CapacityAfter: "compared with a capacity",
+    models.TurnedPieces: "in another order than that of the experts",
+    models.RangeLen: "it counts through a list that is as long as the data want",
+    models.Ranked: "it reads the position in a list that is as long as the data want",
     models.Break: "the loop's body has `break`",
     models.Counter: "sets `self.worked`",
     models.LocalCounter: "leaves something behind that is no tensor",
@@ -128,6 +136,43 @@ def test_an_expert_left_out_is_left_out() -> None:
     assert sum(report.fused for report in reports) == 0
     with torch.no_grad():
         assert torch.equal(got, model(x))
+
+
+def test_a_method_is_compiled_as_its_module() -> None:
+    model = lonely(models.HitList())
+    x = tokens()
+    with torch.no_grad():
+        got = moefuse.compile(model.forward, inner="eager")(x)
+    assert moefuse.reports()[-1].fused == 1
+    torch.testing.assert_close(got, model(x), atol=FP32, rtol=FP32)
+    assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize("style", [models.HitList, models.Counts])
+def test_a_batch_without_tokens_changes_nothing_for_later_ones(style: type[nn.Module]) -> None:
+    model = lonely(style())
+    x = tokens()
+    _, outputs = reports_of(model, x[:0], x, x[:0])
+    assert [len(y) for y in outputs] == [0, 6, 0]
+    # The first graph that is kept may be counted to the frame before: only the last verdict is this model's for sure.
+    last = moefuse.reports()[-1].sites[-1]
+    assert (last.fused, last.spec is not None and last.spec.hidden) == (True, H)
+    torch.testing.assert_close(outputs[1], model(x), atol=FP32, rtol=FP32)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda run: pickle.loads(pickle.dumps(run))])
+def test_a_copy_of_a_compiled_model_keeps_its_loops(copied: Callable[[Any], Any]) -> None:
+    """With weights of its own, whether the first one has run or not."""
+    run = moefuse.compile(lonely(models.HitList()), inner="eager", mode="on")
+    x = tokens()
+    for _ in range(2):
+        other = copied(run)
+        with torch.no_grad():
+            for parameter in other.experts.parameters():
+                parameter.mul_(-2)
+            torch.testing.assert_close(other(x), other._orig_mod(x), atol=FP32, rtol=FP32)
+            assert moefuse.reports()[-1].sites[-1].fused
+            assert not torch.allclose(other(x), run(x), rtol=0.1)
 
 
 class Stack(nn.Module):

@@ -109,6 +109,29 @@ def _largest(layer: Study) -> int:
     return max(fact.expr.weight for fact in layer.lifted.facts.values() if isinstance(fact, Fact))
 
 
+def test_a_loop_that_adds_up_two_layers() -> None:
+    """The same slots and experts, other weights: two layers, each whole."""
+    x, _, weights, w1, w2 = operands(torch.float32)
+
+    def two(x: Tensor, scores: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
+        ids = scores.topk(weights.shape[1], dim=-1)[1]
+        y, z = torch.zeros_like(x), torch.zeros_like(x)
+        for e in range(E):
+            token, slot = torch.where(ids == e)
+            h = swiglu(functional.linear(x[token], w1[e])) * weights[token, slot, None]
+            y = y.index_add(0, token, functional.linear(h, w2[e]))
+            h = swiglu(functional.linear(x[token], -w1[e])) * weights[token, slot, None]
+            z = z.index_add(0, token, functional.linear(h, w2[E - 1 - e]))
+        return y, z
+
+    def shared(x: Tensor, scores: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
+        ids = scores.topk(weights.shape[1], dim=-1)[1]
+        return loop(x, ids, weights, w1, w2), loop(x, ids, weights, w1, w2.flip(0))
+
+    for layers in (two, shared):
+        study(layers, x, torch.randn(T, E), weights, w1, w2).fused(2)
+
+
 def masked(
     x: Tensor,
     ids: Tensor,
