@@ -59,7 +59,7 @@ def grouped(node: Node, rows: Fact, rows_node: Node, weight: Fact, groups: Offs 
         raise Conflict("a grouped GEMM whose operands are not [rows, K] and [experts, K, N]")
     group, key = row_order(rows, groups.ids, rows_node)
     (expert,) = weight.dims[0] if len(weight.dims[0]) == 1 else (None,)
-    chosen = only_expert(weight, 0, key) if not groups.at else None
+    chosen: Expr | None = only_expert(weight, 0, key) if not groups.at else None
     if isinstance(expert, Axis) and sizes.same(expert.size, group_size(groups.at)):
         chosen = bind(weight.expr, {expert: (At(key, expert.size),)})
     if chosen is None:

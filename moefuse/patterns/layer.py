@@ -104,21 +104,7 @@ def describe(
     """The layer that sums `body` over `slots`. case_ids: the ids of a loop, whose weights aren't selected by them."""
     every, norm = take_norm(factors(body))
     core, outputs = split_factors(every)
-    second = linear(core)
-    if second is None:
-        raise Conflict(_unexpected(core, "between the second expert GEMM and the combine"))
-    if not second.rows.hard:
-        text = "each expert is one product: a layer has two, with an activation between them"
-        raise Conflict(f"{text} (`{second.node.name}`)")
-    program, mids = _split_activation(second.rows)
-    if means(program):
-        raise Conflict("a mean over the features of a row stands between the expert GEMMs")
-    firsts = first_gemms(program)
-    if not firsts:
-        raise Conflict("no first expert GEMM feeds the second one")
-    plain = [one.dtype for one in (second, *firsts) if one.integers is None]
-    if len(dtypes := set(plain)) > 1:
-        raise Conflict(f"the expert GEMMs run in different dtypes: {', '.join(sorted(map(str, dtypes)))}")
+    second, firsts, program, mids = _gemms(core)
     x, inputs = _token_rows(lift, firsts, slots)
     scale = (norm.scale,) if norm is not None and norm.scale is not None else ()
     chosen = _same_ids([second, *firsts], case_ids, scale)
@@ -176,6 +162,26 @@ def describe(
         ranks=chosen.ranks if isinstance(chosen, Local | Spread) else None,
         first=chosen.first if isinstance(chosen, Among) else 0,
     )
+
+
+def _gemms(core: Expr) -> tuple[Linear, list[Linear], Expr, list[Expr]]:
+    """(the second GEMM, the first ones, the activation between them, routing weights that stand there)."""
+    second = linear(core)
+    if second is None:
+        raise Conflict(_unexpected(core, "between the second expert GEMM and the combine"))
+    if not second.rows.hard:
+        text = "each expert is one product: a layer has two, with an activation between them"
+        raise Conflict(f"{text} (`{second.node.name}`)")
+    program, mids = _split_activation(second.rows)
+    if means(program):
+        raise Conflict("a mean over the features of a row stands between the expert GEMMs")
+    firsts = first_gemms(program)
+    if not firsts:
+        raise Conflict("no first expert GEMM feeds the second one")
+    plain = [one.dtype for one in (second, *firsts) if one.integers is None]
+    if len(dtypes := set(plain)) > 1:
+        raise Conflict(f"the expert GEMMs run in different dtypes: {', '.join(sorted(map(str, dtypes)))}")
+    return second, firsts, program, mids
 
 
 def _position(outputs: list[Expr], mids: list[Expr], inputs: list[Expr]) -> WeightPosition:

@@ -28,13 +28,12 @@ def regroup(dims: Dims, shape: Sequence[Size]) -> tuple[Dims, Binding]:
     for position, size in enumerate(shape):
         group: list[Digit] = []
         need = size
-        if sizes.same(
-            size, 0
-        ):  # no division says how many digits belong here: those that the rest of the shape leaves
-            rest = sizes.product(shape[position + 1 :])
-            group, need = _empty_group(digits, rest), 1
-            if not digits and group and isinstance(axis := group[-1], Axis) and not sizes.is_one(rest):
-                binding[axis] = (Axis(axis.size), Axis(rest))
+        if sizes.same(size, 0):
+            # no division says how many digits belong here: those that the rest of the shape leaves
+            behind = sizes.product(shape[position + 1 :])
+            group, need = _empty_group(digits, behind), 1
+            if not digits and group and isinstance(axis := group[-1], Axis) and not sizes.is_one(behind):
+                binding[axis] = (Axis(axis.size), Axis(behind))
                 group[-1:], digits = binding[axis][:1], deque(binding[axis][1:])
         while not sizes.is_one(need):
             if not digits:
