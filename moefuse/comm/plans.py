@@ -21,11 +21,20 @@ def what_all_want(group: Any, wish: Any, timeout: float = TIMEOUT) -> list[Any]:
 
     group: a ProcessGroup. Raises RendezvousError naming the ranks that didn't come within `timeout` seconds.
     """
-    store = cast(Store, dist.distributed_c10d._world.pg_map[group][1])
-    number = next(_asked.setdefault(group.group_name, itertools.count()))
-    meeting = Meeting(store, f"plan/{group.group_name}/{number}", group.rank(), group.size(), timeout)
+    meeting = _next_meeting(group, timeout)
     try:
         return meeting.exchange("wish", wish)
     except BaseException as error:
         meeting.abandon(" ".join(str(error).split()) or type(error).__name__)
         raise
+
+
+def tell_all(group: Any, wish: Any) -> None:
+    """As `what_all_want`, for a rank whose wish decides for all: it needn't wait for the others'."""
+    _next_meeting(group, TIMEOUT).say("wish", wish)
+
+
+def _next_meeting(group: Any, timeout: float) -> Meeting:
+    store = cast(Store, dist.distributed_c10d._world.pg_map[group][1])
+    number = next(_asked.setdefault(group.group_name, itertools.count()))
+    return Meeting(store, f"plan/{group.group_name}/{number}", group.rank(), group.size(), timeout)

@@ -35,13 +35,17 @@ class Meeting:
         self._store, self._name = store, name
         self._deadline = time.monotonic() + timeout
 
+    def say(self, step: str, value: Any) -> None:
+        """Let the others know, without waiting for them."""
+        self._store.set(self._key(step, self.rank), json.dumps(value))
+
     def exchange(self, step: str, value: Any) -> list[Any]:
         """What each rank said at this step, in rank order (JSON data).
 
         Raises RendezvousError naming the ranks that didn't come within the timeout, or with the reason of the rank
         that gave up.
         """
-        self._store.set(self._key(step, self.rank), json.dumps(value))
+        self.say(step, value)
         keys = [self._key(step, rank) for rank in range(self.world)]
         pause = 0.0005
         while not self._store.check(keys):

@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 
 from moefuse import policy, targets
 from moefuse.comm import Capacity, CommError, context_for
-from moefuse.comm.plans import what_all_want
+from moefuse.comm.plans import tell_all, what_all_want
 from moefuse.graph.groups import Place, group_of, place_in
 from moefuse.ops.ep_context import provide
 from moefuse.ops.spec import MoeSpec
@@ -295,8 +295,12 @@ def _agree(place: Place, wishes: list[_Wish], options: Options) -> tuple[str, st
 def _asked(group: Any, place: Place, wishes: list[_Wish], options: Options) -> tuple[str, str] | None:
     """Ask the other ranks; where all say yes, make the contexts."""
     mine = [[wish.layer, wish.digest, wish.reason] for wish in wishes]
+    wish = {"layers": mine, "mode": options.mode}
+    if (own := next((wish for wish in wishes if wish.reason), None)) is not None:
+        tell_all(group, wish)
+        return "ep_agreement", f"rank {place.rank} doesn't fuse {own.layer or '(root)'}: {own.reason}"
     try:
-        everyone = what_all_want(group, {"layers": mine, "mode": options.mode})
+        everyone = what_all_want(group, wish)
         for rank, theirs in enumerate(everyone):
             for layer, digest, reason in theirs["layers"]:
                 if not digest:
