@@ -65,7 +65,10 @@ def test_outputs_are_those_of_one_process(ways) -> None:
     """Ranks without tokens and with one compile a frame anew, by themselves."""
     world, cases = WAYS[ways]
     expected = [*[(True, {""})] * len(cases), len({changes.get("k", 2) for _, changes in cases})]
-    assert values(run_ranks(world, every_pattern, cases, ways.partition("-")[0], timeout=300)) == [expected] * world
+    assert (
+        values(run_ranks(world, every_pattern, cases, ways.partition("-")[0], timeout=300))
+        == [expected] * world
+    )
 
 
 class Stack(nn.Module):
