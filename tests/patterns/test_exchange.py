@@ -94,8 +94,8 @@ class Changed(ByExpert):
     def result(self, rows: Tensor) -> Tensor:
         return rows
 
-    def ids_to_send(self, experts: Tensor, other: Tensor) -> Tensor:
-        return experts
+    def ids_to_send(self, flat: Tensor, order: Tensor) -> Tensor:
+        return flat[order]
 
     def routed(self, x: Tensor) -> Tensor:
         weights, ids = self.route(x)
@@ -105,7 +105,7 @@ class Changed(ByExpert):
         counts = self.counts(self.owner(experts))
         sent, received = counts.tolist(), self.exchange(counts, None, None).tolist()
         there, back = self.sizes(sent, received)[:2], self.sizes(sent, received)[2:]
-        here = self.exchange(self.ids_to_send(experts, flat), *there)
+        here = self.exchange(self.ids_to_send(flat, order), *there)
         rows = self.gathered(self.exchange(self.sent_rows(x, order), *there), self.number(here))
         rows = self.exchange(self.result(rows), *back) * weights.flatten()[order, None]
         return rows[order.argsort()].view(-1, self.k, H).sum(1)
@@ -132,13 +132,13 @@ class NeighboursNumber(Changed):
 
 
 class IdsInOtherOrder(Changed):
-    def ids_to_send(self, experts: Tensor, other: Tensor) -> Tensor:
-        return other
+    def ids_to_send(self, flat: Tensor, order: Tensor) -> Tensor:
+        return flat
 
 
 class OtherIds(Changed):
-    def ids_to_send(self, experts: Tensor, other: Tensor) -> Tensor:
-        return self.local * self.rank + (experts + 1) % self.local
+    def ids_to_send(self, flat: Tensor, order: Tensor) -> Tensor:
+        return ((flat + 1) % E)[order]
 
 
 class UnsortedRows(Changed):
