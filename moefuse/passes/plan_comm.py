@@ -168,17 +168,15 @@ def plan(graph: Graph, forms: Sequence[Form], options: Options, contact: Contact
         for number, form in enumerate(forms)
         if form.candidate.site is not None and form.candidate.site.layer.ranks is not None
     ]
-    refusal = None
+    refusals: dict[Place, tuple[str, str]] = {}
     if contact == "ask":
-        refusal = _settled([*wishes, *_unproved(forms, options)], options)
+        refusals = _settled([*wishes, *_unproved(forms, options)], options)
     elif contact == "refuse":
-        refusal = (
-            "ep_context",
-            "a pass alone makes no contexts: torch.compile(model, backend='moefuse') does",
-        )
+        why = "a pass alone makes no contexts: torch.compile(model, backend='moefuse') does"
+        refusals = {wish.place: ("ep_context", why) for wish in wishes}
     result = Plan({number: Agreed(words=form.words) for number, form in enumerate(forms)})
     for wish in wishes:
-        check, reason = (wish.check, wish.reason) if wish.reason else refusal or ("", "")
+        check, reason = (wish.check, wish.reason) if wish.reason else refusals.get(wish.place, ("", ""))
         result.agreed[wish.candidate] = Agreed(wish.decision, "" if reason else wish.context, check, reason)
     if contact == "ask":
         result.contexts = _contexts([wish for wish in wishes if result.agreed[wish.candidate].context])
@@ -256,16 +254,14 @@ _agreed: "weakref.WeakKeyDictionary[Any, dict[int, list[str] | None]]" = weakref
 """By group and frame: the digests of the layers that all ranks fuse, None where they fuse none."""
 
 
-def _settled(wishes: Sequence[_Wish], options: Options) -> tuple[str, str] | None:
-    """None where all ranks fuse all of these layers; otherwise the check and the reason why none does."""
+def _settled(wishes: Sequence[_Wish], options: Options) -> dict[Place, tuple[str, str]]:
+    """For each group of which not all ranks fuse all of these layers: the check and the reason why none does."""
     by_group: dict[Place, list[_Wish]] = {}
     for wish in wishes:
         if wish.place.live:
             by_group.setdefault(wish.place, []).append(wish)
-    refusals = [
-        refusal for place, own in by_group.items() if (refusal := _agree(place, own, options)) is not None
-    ]
-    return refusals[0] if refusals else None
+    answers = {place: _agree(place, own, options) for place, own in by_group.items()}
+    return {place: refusal for place, refusal in answers.items() if refusal is not None}
 
 
 def _agree(place: Place, wishes: list[_Wish], options: Options) -> tuple[str, str] | None:
@@ -295,12 +291,12 @@ def _agree(place: Place, wishes: list[_Wish], options: Options) -> tuple[str, st
 def _asked(group: Any, place: Place, wishes: list[_Wish], options: Options) -> tuple[str, str] | None:
     """Ask the other ranks; where all say yes, make the contexts."""
     mine = [[wish.layer, wish.digest, wish.reason] for wish in wishes]
-    wish = {"layers": mine, "mode": options.mode}
+    said = {"layers": mine, "mode": options.mode}
     if (own := next((wish for wish in wishes if wish.reason), None)) is not None:
-        tell_all(group, wish)
+        tell_all(group, said)
         return "ep_agreement", f"rank {place.rank} doesn't fuse {own.layer or '(root)'}: {own.reason}"
     try:
-        everyone = what_all_want(group, wish)
+        everyone = what_all_want(group, said)
         for rank, theirs in enumerate(everyone):
             for layer, digest, reason in theirs["layers"]:
                 if not digest:
