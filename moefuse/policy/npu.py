@@ -140,7 +140,7 @@ def _revision(layer: NpuLayer) -> str:
 
 
 _TRAFFIC = ("ep_world_size", "num_experts", "top_k", "hidden")
-_WEIGHT_BYTES = ("num_experts", "hidden", "intermediate", "out_features", "gate_up", "expert_dtype")
+_WEIGHT_BYTES = ("num_experts", "hidden", "intermediate", "out_features", "gate_up", "expert_dtype", "quant")
 IDENTITY = (_check("soc", ("conditions",), _soc), _check("revision", ("conditions",), _revision))
 """What must be known before any limit can be looked up."""
 
@@ -165,6 +165,10 @@ def checks_of_row(row: Limits) -> tuple[Check, ...]:
         )
 
     def scheme(layer: NpuLayer) -> str:
+        if layer.quant not in ("none", layer.conditions.scheme):
+            return f"the experts are quantised as {layer.quant}, the conditions say {layer.conditions.scheme}"
+        if layer.has_weight_offsets:
+            return "the experts' weights have offsets; aclnnMegaMoe takes scales alone"
         if layer.conditions.scheme in row.schemes:
             return ""
         return f"quantisation {layer.conditions.scheme}: aclnnMegaMoe takes {', '.join(row.schemes)} here"
@@ -186,7 +190,7 @@ def checks_of_row(row: Limits) -> tuple[Check, ...]:
         _check("layout", ("gate_up", "weight_position"), _layout),
         _check("row_norm", ("row_norm",), _row_norm),
         _check("identity", ("num_identity_experts",), _identity),
-        _check("scheme", ("conditions",), scheme),
+        _check("scheme", ("conditions", "quant", "has_weight_offsets"), scheme),
         _check("weight_dtype", ("expert_dtype", "conditions"), _weight_dtype),
         _check("weight_format", ("conditions",), _weight_format),
         _check(
@@ -338,7 +342,11 @@ def _streams(layer: NpuLayer) -> str:
 
 def _worth_it(layer: NpuLayer) -> str:
     scheme, least = _scheme(layer), layer.conditions.min_weight_bytes
-    share = layer.weight_bytes // layer.ep_world_size // (scheme.values_per_element if scheme else 1)
+    share = (
+        layer.weight_bytes
+        // layer.ep_world_size
+        // (scheme.values_per_element if scheme and layer.quant == "none" else 1)
+    )
     return "" if share >= least else f"a rank's {share} bytes of weights are below min_weight_bytes={least}"
 
 

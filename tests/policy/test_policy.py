@@ -45,9 +45,10 @@ TABLE = {
         (
             {"expert_dtype": torch.float32},
             {"expert_dtype": torch.int8},
-            "the experts are torch.int8; quantised",
+            "the experts are torch.int8, quantised as none",
         )
     ],
+    "quant": [({}, {"quant": "w2a8"}, "the experts are quantised as")],
     "router_dtype": [({"router_dtype": torch.float64}, {"router_dtype": torch.int64}, "torch.int64")],
     "layout": [
         ({"gate_up": "interleaved_swapped"}, {"gate_up": "gateless"}, "gateless"),
@@ -64,8 +65,12 @@ TABLE = {
         ({}, {"activation_program": "g"}, "only read by activation='custom'"),
     ],
     "top_k": [
-        ({"top_k": 8}, {"top_k": 9}, "top-9 of 8 experts"),
-        ({"top_k": 9, "num_identity_experts": 1}, {"top_k": 10, "num_identity_experts": 1}, "top-10"),
+        ({"top_k": 9}, {"top_k": 9, "ids_checked": True}, "top-9 of 8 experts"),
+        (
+            {"top_k": 9, "num_identity_experts": 1, "ids_checked": True},
+            {"top_k": 10, "num_identity_experts": 1, "ids_checked": True},
+            "top-10",
+        ),
     ],
     "identity": [
         (
@@ -137,8 +142,16 @@ def test_an_unknown_target_lists_the_known() -> None:
         decide(GOOD, target="tpu")
 
 
+def test_quantised_experts_have_no_gradient() -> None:
+    spec = dataclasses.replace(GOOD, quant="w8a8", expert_dtype=torch.int8)
+    assert decide(spec, target="reference").ok
+    verdict = decide(dataclasses.replace(spec, training=True), target="reference").verdict
+    assert verdict.check == "training"
+    assert "experts quantised as w8a8 have none" in verdict.reason
+
+
 def test_the_first_failing_check_speaks_and_all_are_kept() -> None:
-    bad = dataclasses.replace(GOOD, top_k=9, ep_world_size=2)
+    bad = dataclasses.replace(GOOD, ids_checked=True, top_k=9, ep_world_size=2)
     verdict = decide(bad).verdict
     assert verdict.check == "top_k"
     assert [c.name for c in verdict.checks if not c.ok] == ["top_k", "ep_world_size"]
