@@ -18,12 +18,17 @@ def provide(name: str, tensor: Tensor) -> None:
     _CONTEXTS[name] = tensor
 
 
-def _run(name: str) -> Tensor:
+def provided(name: str) -> Tensor:
+    """The tensor itself. Raises RuntimeError where there is none."""
     if name not in _CONTEXTS:
         raise RuntimeError(
             f"ep_context: no context {name!r} in this process: it is made when backend='moefuse' compiles the model"
         )
-    return _CONTEXTS[name].clone()  # an operator's output is its own
+    return _CONTEXTS[name]
+
+
+def _run(name: str) -> Tensor:
+    return provided(name).clone()  # an operator's output is its own
 
 
 def _fake(name: str) -> Tensor:

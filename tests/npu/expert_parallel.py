@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import moefuse.ops  # noqa: F401  registers the operator
 from moefuse import targets
+from moefuse.ops.ep_context import provide
 from moefuse.targets.npu import NpuContext, Sizes, adopt, close_npu_contexts
 from moefuse.targets.npu.target import NpuTarget
 from tests.targets.npu.computing import Fake, fake, table
@@ -24,18 +25,30 @@ def vendor(revision: str = "R6", on_streams: bool = False) -> Iterator[Fake]:
     with tempfile.TemporaryDirectory() as folder:
         made, before = fake(Path(folder), revision), targets.get("npu")
         targets.register(NpuTarget(lambda: made.machine, None if on_streams else lambda _: 0))
-        yield made
-        targets.register(before)
-        close_npu_contexts()
+        try:
+            yield made
+        finally:
+            targets.register(before)
+            close_npu_contexts()
 
 
 class Layers(nn.Module):
-    """Residual MoE layers whose experts are spread over two ranks; this is rank 0. listed: weights per expert."""
+    """Residual MoE layers whose experts are spread over two ranks; this is rank 0.
 
-    def __init__(self, layers: int, uniform_tokens: bool, listed: bool = False, device: str = "cpu") -> None:
+    listed: weights per expert. named: the graph knows the context by name, as the matcher makes it.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        uniform_tokens: bool,
+        listed: bool = False,
+        device: str = "cpu",
+        named: bool = False,
+    ) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.listed = listed
+        self.named = named
         self.gates = nn.ParameterList(torch.randn(H, E).to(device) for _ in range(layers))
         w1, w2 = torch.randn(E, H, 2 * I) / H**0.5, torch.randn(E, I, H) / I**0.5
         self.w1, self.w2 = w1.bfloat16(), w2.bfloat16()
@@ -53,13 +66,14 @@ class Layers(nn.Module):
             uniform_tokens=uniform_tokens,
         )
         self.register_buffer("context", context.tensor, persistent=False)
+        provide("layers", context.tensor)
 
     def forward(self, x: Tensor) -> Tensor:
         for gate in self.gates:
             weights, ids = (x.float() @ gate).softmax(-1).topk(K)
             own: list[Any] = [list(self.own1), list(self.own2), [], []]
             y, _ = torch.ops.moefuse.mega_moe.ep(
-                self.context,
+                torch.ops.moefuse.ep_context("layers") if self.named else self.context,
                 x,
                 ids,
                 weights,

@@ -92,7 +92,7 @@ def npugraph_ex(module: Any) -> tuple[Any, list[list[str]]]:
 def test_captured_once_and_replayed_a_hundred_times(uniform: bool, listed: bool) -> None:
     """Two layers of rank 0 of 2, over the fake library, which the emulated stream keeps with everything around it."""
     with vendor(on_streams=True) as library:
-        model = Layers(2, uniform, listed, "npu").eval()
+        model = Layers(2, uniform, listed, "npu", named=listed).eval()
         run, graphs = npugraph_ex(model)
         for turn in range(100):
             generator = torch.Generator().manual_seed(turn)

@@ -110,7 +110,7 @@ errors = []
 with pretended_engine(), torch.no_grad(), vendor() as library:
     for uniform, listed in ((True, True), (False, False)):
         torch._dynamo.reset()
-        model = Layers(2, uniform, listed).eval()
+        model = Layers(2, uniform, listed, named=uniform).eval()
         x = torch.randn(6, H).bfloat16()
         torch._dynamo.mark_dynamic(x, 0)
         run = torch.compile(model, backend=torchair.get_npu_backend(compiler_config=config), fullgraph=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from moefuse.ops.ep_context import provided
 from moefuse.ops.options import Options
 from moefuse.policy.npu_limits import family_of
 from moefuse.targets.npu.abi import OUTPUTS, Kind
@@ -33,6 +34,7 @@ def register() -> bool:
         import moefuse.ops  # noqa: F401  registers the operator
 
         torchair.register_fx_node_ge_converter(torch.ops.moefuse.mega_moe.ep)(convert)
+        torchair.register_fx_node_ge_converter(torch.ops.moefuse.ep_context.default)(convert_context)
         _registered.append(True)
     return True
 
@@ -78,6 +80,16 @@ def convert(
 
         y = ge.Slice(y, [0, 0], ge.Shape(x))
     return y, nums
+
+
+def convert_context(name: str, *, meta_outputs: Any = None) -> Any:
+    """A context that the graph knows by name, as a constant: its addresses are this process's."""
+    from torchair._ge_concrete_graph import ge_apis as ge
+    from torchair.ge import DataType
+
+    context = provided(name).cpu()
+    dtype = DataType.DT_INT32 if context.dtype == torch.int32 else DataType.DT_INT64
+    return ge.Const(context.tolist(), dtype=dtype)
 
 
 def _tensors(made: NpuContext, x: Any, ids: Any, weights: Any, family: str) -> dict[str, Any]:
