@@ -56,6 +56,34 @@ def test_one_node(mode: str) -> None:
     assert said["error"] < 2e-2  # bfloat16 has eight bits; both sides round their intermediate values
 
 
+CAPTURED = """
+import json
+from tests.npu.emulator import install
+install()
+import torch, torchair
+from moefuse.passes import as_torchair_pass
+from tests.npu.expert_parallel import H, Layers, vendor
+
+config, seen, equal = torchair.CompilerConfig(), [], []
+config.mode = "reduce-overhead"
+config.post_grad_custom_pre_pass = as_torchair_pass()
+config.post_grad_custom_post_pass = lambda gm, *_: seen.append([str(node.target) for node in gm.graph.nodes])
+with torch.no_grad(), vendor(on_streams=True):
+    model = Layers(2, True, device="npu", named=True).eval()
+    run = torch.compile(model, backend=torchair.get_npu_backend(compiler_config=config), fullgraph=True)
+    for turn in range(3):
+        x = torch.randn(6, H, generator=torch.Generator().manual_seed(turn)).bfloat16().npu()
+        equal.append(run(x).cpu().equal(model(x).cpu()))
+print(json.dumps({"graphs": seen, "equal": equal}))
+"""
+
+
+def test_reduce_overhead_captures_the_nodes_on_the_emulated_device() -> None:
+    said = in_its_own_process(CAPTURED)
+    assert [graph.count("moefuse.mega_moe.ep") for graph in said["graphs"]] == [2]
+    assert said["equal"] == [True] * 3
+
+
 AS_INNER = """
 import json
 from tests.npu.emulator import install
@@ -154,3 +182,27 @@ def test_a_ge_graph_has_one_operator_per_layer(tmp_path: Path) -> None:
     assert not any("[i]x_active_mask" in keys for keys in uniform)
     assert all("[i]x_active_mask" in keys for keys in filled)
     assert "2 open contexts fit this layer" in said["said"]
+
+
+EXPORTED = """
+import json
+from pathlib import Path
+from tests.npu.emulator import install
+install()
+import torch, torchair
+from moefuse.passes import as_torchair_pass
+from tests.npu.emulator.engine import pretended_engine
+from tests.npu.expert_parallel import H, Layers, vendor
+
+config = torchair.CompilerConfig()
+config.post_grad_custom_pre_pass = as_torchair_pass()
+with pretended_engine(), torch.no_grad(), vendor():
+    x = torch.zeros(6, H, dtype=torch.bfloat16)
+    torchair.dynamo_export(x, model=Layers(1, True, True), export_path=FOLDER, export_name="moe", config=config)
+text, model = (Path(FOLDER) / name for name in ("dynamo.pbtxt", "moe.air"))
+print(json.dumps([text.read_text().count('op: "MegaMoe"'), model.read_bytes().count(b"MegaMoe") > 0]))
+"""
+
+
+def test_export_writes_a_model_with_one_operator(tmp_path: Path) -> None:
+    assert in_its_own_process(EXPORTED.replace("FOLDER", repr(str(tmp_path)))) == [1, True]

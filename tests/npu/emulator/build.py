@@ -1,7 +1,7 @@
 """Build and load the emulated CANN libraries.
 
 In: what the wheel needs. Out: shared objects under the environment's prefix, built once, loaded before torch_npu is
-imported. `runtime/*.c` holds what must behave; every other symbol is a function that returns 0. What torch_npu only
+imported. `runtime/` holds what must behave; every other symbol is a function that returns 0. What torch_npu only
 looks up, if it is there, isn't provided: it then takes an older way, or says clearly what is missing.
 """
 
@@ -41,7 +41,7 @@ def install() -> None:
 
 
 def _built(folder: Path) -> list[Path]:
-    sources = sorted((*HERE.glob("*.py"), *(HERE / "runtime").glob("*.c")))
+    sources = sorted((*HERE.glob("*.py"), *(HERE / "runtime").glob("*.c*")))
     stamp = folder / "built-for"
     newest = max(path.stat().st_mtime_ns for path in sources)
     wanted = f"torch_npu {metadata.version('torch-npu')}, sources of {newest}"
@@ -61,11 +61,15 @@ def _build(folder: Path, need: Needs) -> None:
         raise RuntimeError("the emulated runtime is built with gcc, which isn't on the path")
     runtime = folder / "runtime.o"
     _gcc("-r", "-nostdlib", *map(str, sorted((HERE / "runtime").glob("*.c"))), "-o", str(runtime))
-    behaves = _defined(runtime)
+    engine = folder / "engine.o"
+    # torchair is built with libstdc++'s older strings
+    _gcc("-D_GLIBCXX_USE_CXX11_ABI=0", "-c", str(HERE / "runtime" / "ge.cpp"), "-o", str(engine))
+    behaves = _defined(runtime) | _defined(engine)
     stubs = folder / "stubs.c"
     names = [name for name in need.symbols if name not in behaves]
     stubs.write_text("\n".join(_stub(i, name) for i, name in enumerate(names)) + "\n")
-    _gcc("-shared", f"-Wl,-soname,{BASE}", str(stubs), str(runtime), "-o", str(folder / BASE))
+    objects = (str(stubs), str(runtime), str(engine), "-lstdc++")
+    _gcc("-shared", f"-Wl,-soname,{BASE}", *objects, "-o", str(folder / BASE))
     empty = folder / "empty.c"
     empty.write_text("")
     for name in need.libraries:

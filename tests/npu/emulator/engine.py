@@ -14,10 +14,6 @@ def pretended_engine() -> Iterator[None]:
     """GE accepts every operator."""
     import torchair
 
-    converter = torchair._ge_concrete_graph.fx2ge_converter
     compat = torchair._ge_concrete_graph.compat_ir
-    with (
-        mock.patch.object(converter, "initialize_graph_engine", return_value=None),
-        mock.patch.object(compat, "is_cann_compat", return_value=""),
-    ):
+    with mock.patch.object(compat, "is_cann_compat", return_value=""):
         yield
