@@ -51,6 +51,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile):
             "policy/*.toml",
             "report/*.[jcm]*",
             "schemas/*.json",
+            "simulate/*.json",
             "bench/*.cpp",
             "targets/**/*.cpp",
             "targets/**/*.h",

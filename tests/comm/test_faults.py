@@ -78,7 +78,7 @@ def values_of_survivors(outcomes):
     return [outcome.value for outcome in outcomes]
 
 
-def stopped(rank: int, world: int) -> tuple[int, float, str]:
+def stopped(rank: int, world: int, target: str) -> tuple[int, float, str]:
     layer = spread(1, top_k=2)
     context = context_for(None, layer.capacity(world, 8), timeout=1.0)
     if rank == 2:  # alive, and never there
@@ -86,49 +86,52 @@ def stopped(rank: int, world: int) -> tuple[int, float, str]:
         return -1, 0.0, ""
     start = time.monotonic()
     with pytest.raises(PeerError) as caught:
-        layer.together(context.tensor, rank, world, layer.tokens(rank, 4), "reference")
+        layer.together(context.tensor, rank, world, layer.tokens(rank, 4), target)
     return caught.value.rank, time.monotonic() - start, str(caught.value)
 
 
-def test_a_rank_that_does_not_come_is_named_after_the_timeout() -> None:
-    for rank, (named, seconds, said) in enumerate(values(run_ranks(4, stopped))):
+@pytest.mark.parametrize("target", ["reference", "cpu"])
+def test_a_rank_that_does_not_come_is_named_after_the_timeout(target) -> None:
+    for rank, (named, seconds, said) in enumerate(values(run_ranks(4, stopped, target))):
         if rank != 2:
             assert named == 2
             assert "didn't reach the barrier within 1 s" in said
             assert seconds < 1.0 + SLACK
 
 
-def too_many(rank: int, world: int, transport: str) -> tuple[str, float]:
+def too_many(rank: int, world: int, transport: str, target: str) -> tuple[str, float]:
     layer = spread(1, top_k=2)
     context = context_for(None, layer.capacity(world, 8), transport=transport, timeout=20)
     start = time.monotonic()
     with pytest.raises(CapacityError) as caught:
-        layer.together(context.tensor, rank, world, layer.tokens(rank, (3, 9, 8, 12)[rank]), "reference")
+        layer.together(context.tensor, rank, world, layer.tokens(rank, (3, 9, 8, 12)[rank]), target)
     seconds = time.monotonic() - start
     tokens = layer.tokens(rank, 8)
-    y, _ = layer.together(
-        context.tensor, rank, world, tokens, "reference"
-    )  # and the next step is as good as any
+    # and the next step is as good as any
+    y, _ = layer.together(context.tensor, rank, world, tokens, target)
     assert (y - layer.alone(tokens)).abs().max() < 1e-5
     return str(caught.value), seconds
 
 
-@pytest.mark.parametrize("transport", ["shared memory", "collectives"])
-def test_too_many_tokens_anywhere_are_an_error_everywhere(transport) -> None:
-    for said, seconds in values(run_ranks(4, too_many, transport)):
+@pytest.mark.parametrize(
+    ("transport", "target"),
+    [("shared memory", "cpu"), ("shared memory", "reference"), ("collectives", "reference")],
+)
+def test_too_many_tokens_anywhere_are_an_error_everywhere(transport, target) -> None:
+    for said, seconds in values(run_ranks(4, too_many, transport, target)):
         assert "rank 1 has 9, rank 3 has 12, max_tokens_per_rank is 8" in said
         assert seconds < SLACK
 
 
-def other_layers(rank: int, world: int) -> str:
+def other_layers(rank: int, world: int, target: str) -> str:
     layer = spread(1, top_k=2, activation=("swiglu", ()) if rank == 0 else ("geglu", ()))
     context = context_for(None, layer.capacity(world, 8), timeout=20)
     with pytest.raises(ContextError) as caught:
-        layer.together(context.tensor, rank, world, layer.tokens(rank, 4), "reference")
+        layer.together(context.tensor, rank, world, layer.tokens(rank, 4), target)
     return str(caught.value)
 
 
-def test_ranks_in_different_layers_are_told() -> None:
-    assert (
-        values(run_ranks(2, other_layers)) == ["rank 1 runs another layer than rank 0 at the same time"] * 2
-    )
+@pytest.mark.parametrize("target", ["reference", "cpu"])
+def test_ranks_in_different_layers_are_told(target) -> None:
+    said = values(run_ranks(2, other_layers, target))
+    assert said == ["rank 1 runs another layer than rank 0 at the same time"] * 2

@@ -357,18 +357,15 @@ def test_sanitizers_find_nothing(tmp_path) -> None:
     compiler, flags = build.find_compiler(), isa.available()[0].flags
     sanitize = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1")
     build.compile_into(tmp_path / "kernel.so", compiler, (*build.FLAGS, *flags, *sanitize))
-    driver = tmp_path / "drive"
-    command = [
-        compiler,
-        "-std=c++17",
-        *flags,
-        *sanitize,
-        "-w",
-        str(Path(__file__).with_name("drive.cpp")),
-        "-fopenmp",
-    ]
     objects = [str(path) for path in sorted(tmp_path.glob("*.o"))]
-    subprocess.run([*command, *objects, "-o", str(driver)], check=True, timeout=200)
-    done = subprocess.run([driver], capture_output=True, text=True, check=False, timeout=100)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout == "288 layers\n"
+    here = Path(__file__).parent
+    for source, said in (
+        (here / "drive.cpp", "288 layers\n"),
+        (here.parent / "comm/drive_exchange.cpp", "144 steps\n"),
+    ):
+        driver = tmp_path / source.stem
+        command = [compiler, "-std=c++17", *flags, *sanitize, "-w", str(source), "-fopenmp", "-pthread"]
+        subprocess.run([*command, *objects, "-o", str(driver)], check=True, timeout=200)
+        done = subprocess.run([driver], capture_output=True, text=True, check=False, timeout=100)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout == said
