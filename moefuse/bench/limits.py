@@ -7,6 +7,8 @@ kernel's cache; the one for reading also pushes a layer's weights out of the cac
 from __future__ import annotations
 
 import ctypes
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -21,9 +23,11 @@ _L3 = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 
 
 class Probes:
-    """The probes for one dtype and number of threads. Raises RuntimeError where they can't be built."""
+    """The probes for one dtype and number of threads, timed by `clock`. Raises RuntimeError if they can't be built."""
 
-    def __init__(self, dtype: torch.dtype, threads: int) -> None:
+    def __init__(
+        self, dtype: torch.dtype, threads: int, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         chosen = isa.available()[0]
         try:
             self._library = build.small_library(
@@ -33,18 +37,21 @@ class Probes:
             raise RuntimeError(f"moefuse bench measures the machine's limits in C++: {error}") from None
         self._library.probe_read.restype = self._library.probe_peak.restype = ctypes.c_double
         self._library.probe_read.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
-        self._half, self._threads = int(dtype == torch.bfloat16), threads
+        self._half, self._threads, self._clock = int(dtype == torch.bfloat16), threads, clock
         self._memory = torch.ones(max(_LEAST, 2 * _cache_bytes()) // 4)
         huge_pages.use_for([self._memory])
 
     def read(self) -> float:
         """Bytes per second of one pass over memory larger than the caches."""
-        memory = self._memory
-        return float(self._library.probe_read(memory.data_ptr(), memory.nbytes, self._threads))
+        memory, start = self._memory, self._clock()
+        self._library.probe_read(memory.data_ptr(), memory.nbytes, self._threads)
+        return memory.nbytes / (self._clock() - start)
 
     def peak(self) -> float:
         """Multiplications and additions per second, operands in the L1 cache, in the kernel's own instructions."""
-        return float(self._library.probe_peak(self._half, self._threads))
+        start = self._clock()
+        operations: float = self._library.probe_peak(self._half, self._threads)
+        return operations / (self._clock() - start)
 
 
 def _cache_bytes() -> int:

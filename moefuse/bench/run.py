@@ -7,6 +7,7 @@ not in a cache, and so that memory is measured as often as the contestants. Figu
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import statistics
@@ -45,6 +46,11 @@ class Wanted:
     seconds: float
     memory: int
     cpu_time: bool = False
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Seconds of wall time, or of CPU time of all threads together."""
+        return time.process_time if self.cpu_time else time.perf_counter
 
     @property
     def count(self) -> int:
@@ -123,7 +129,7 @@ def rows(wanted: Wanted, starts: Callable[[str], None] = lambda _: None) -> Iter
 
 def _of_layer(wanted: Wanted, layer: Layer, threads: int, starts: Callable[[str], None]) -> Iterator[Row]:
     torch.manual_seed(0)
-    probes = Probes(layer.dtype, threads)
+    probes = Probes(layer.dtype, threads, wanted.clock)
     builders = {name: CONTESTANTS[name].build for name in wanted.contestants}
     runs = {name: build(layer) for name, build in builders.items() if build is not None}
     for routing in wanted.routings:
@@ -145,13 +151,10 @@ def _row(
     entries = {name: Entry(reason=CONTESTANTS[name].limit(layer, tokens)) for name in runs}
     able = {name: run for name, run in runs.items() if not entries[name].reason}
     _prepare(able, entries, given, node(layer, "reference"))
-    clock = time.process_time if wanted.cpu_time else time.perf_counter
-    times, reads, peaks = _rounds(able, given, probes, wanted.seconds, clock)
+    times, reads, peaks = _rounds(able, given, probes, wanted.seconds, wanted.clock)
     for name, values in times.items():
         entries[name].ms, entries[name].best_ms = statistics.median(values), min(values)
     read, peak = statistics.median(reads), statistics.median(peaks)
-    if wanted.cpu_time:  # of all threads together: the limit of one thread's time as many times
-        read, peak = read / threads, peak / threads
     return Row(
         shape=layer.shape.name,
         sizes=layer.shape.sizes(),
@@ -189,7 +192,12 @@ def _prepare(
 def _most_memory(run: Run, given: Sequence[Tensor]) -> int | None:
     """Bytes that the process grew by during a call, at most. Linux only."""
     status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+    trim = getattr(
+        ctypes.CDLL(None), "malloc_trim", None
+    )  # glibc's: what was freed before mustn't hide what is taken
     try:
+        if trim is not None:
+            trim(0)
         reset.write_text("5")  # the high-water mark starts anew
         before = _resident(status)
         run(*given)
