@@ -85,7 +85,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 bench: $(STAMP)
-	@set -e; $(BIN)/moefuse bench; $(BIN)/moefuse bench --model; for script in passes.py memory.py overhead.py "capture.py cost" models.py; do \
+	@set -e; $(BIN)/moefuse bench; $(BIN)/moefuse bench --model; for script in passes.py memory.py overhead.py "capture.py cost"; do \
 	  echo "== $$script"; $(BIN)/python benchmarks/$$script; done
 
 wheel: $(STAMP)

@@ -1,4 +1,4 @@
-"""Is a compiled model still the model? The checks that the zoo's tests and `benchmarks/models.py` share.
+"""Is a compiled model still the model? The checks of the zoo's tests.
 
 In: a model name, experts implementation, dtype, `dynamic`, inner compiler. Out: one `Cell` per input length, with
 everything measured and `failures` in words.

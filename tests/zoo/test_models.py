@@ -1,4 +1,4 @@
-"""Real models through the one line a user writes; the whole matrix is benchmarks/models.py.
+"""Real models through the one line a user writes; the whole matrix is `moefuse zoo`.
 
 Each transformers model appears once, the settings are spread over them. Tolerances: tests/zoo/harness.py.
 """
