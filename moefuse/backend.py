@@ -13,7 +13,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -50,6 +52,11 @@ ROUTING = (
     "select",
 )
 """Part of the name of some operation in every MoE layer: without one, or an index, a graph needs no look."""
+
+
+Watcher = Callable[[GraphModule, FuseResult], Callable[[Callable[..., Any]], Callable[..., Any]]]
+WATCHERS: list[Watcher] = []
+"""Each gets a graph before the passes and what they made of it, and may wrap what is compiled of it then."""
 
 
 def moefuse(
@@ -179,7 +186,9 @@ def compile_graph(
     if not worth_a_look(gm):
         return plain(GraphReport(index, (), nodes, nodes, note="no routing operation in this graph"))
     try:
-        result, seconds = _fuse(gm, example_inputs, options, index, record or bool(options.dump), contact)
+        result, seconds, watched = _fuse(
+            gm, example_inputs, options, index, record or bool(options.dump), contact
+        )
     except Exception as error:
         final = isinstance(error, RejectedError | UnprovedError | AgreementError)
         if final or is_control_flow(error) or options.mode == "on":
@@ -202,22 +211,29 @@ def compile_graph(
     if not result.calls:
         return plain(report)
     try:
-        rounding = {"emulate_precision_casts": True} if options.round_as_eager and inner == "inductor" else {}
-        run = compile_inner(
-            result.graph_module,
-            example_inputs,
-            inner,
-            inner_options={**rounding, **inner_options},
-            original=gm,
-        )
+        run = _compile_fused(result.graph_module, example_inputs, options, inner_options, gm)
+        run = reduce(lambda run, wrap: wrap(run), watched, run)
     except Exception as error:
-        if (
-            is_control_flow(error) or options.mode == "on" or result.contexts
-        ):  # the other ranks count on this one
+        # where there are contexts, the other ranks count on this one
+        if is_control_flow(error) or options.mode == "on" or result.contexts:
             raise
         log.warning("the inner compiler failed on the fused graph; compiling it unfused", exc_info=True)
         return plain(_failed(index, nodes, error))
     return Compiled(run, report, result.checker)
+
+
+def _compile_fused(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    inner_options: Mapping[str, Any],
+    original: GraphModule,
+) -> Callable[..., Any]:
+    inner = choose(options.inner, example_inputs)
+    rounding = {"emulate_precision_casts": True} if options.round_as_eager and inner == "inductor" else {}
+    return compile_inner(
+        gm, example_inputs, inner, inner_options={**rounding, **inner_options}, original=original
+    )
 
 
 def _graphs(gm: GraphModule) -> list[Graph]:
@@ -259,7 +275,7 @@ def _fuse(
     index: int,
     record: bool,
     contact: Contact,
-) -> tuple[FuseResult, dict[str, float]]:
+) -> tuple[FuseResult, dict[str, float], list[Callable[..., Callable[..., Any]]]]:
     start = time.process_time()
     captured = capture(gm, example_inputs)
     seconds = {"capture": time.process_time() - start}
@@ -268,6 +284,7 @@ def _fuse(
         from moefuse.graph.dump import write_dump
 
         write_dump(options.dump, index, "before", captured.graph_module)
+    before = deepcopy(captured.graph_module) if WATCHERS else captured.graph_module
     result = pipeline.run(
         captured.graph_module,
         captured.parameters,
@@ -279,7 +296,7 @@ def _fuse(
     _debug(index, "after", captured.graph_module)
     if options.dump:
         write_dump(options.dump, index, "after", captured.graph_module)
-    return result, {**seconds, **result.seconds}
+    return result, {**seconds, **result.seconds}, [watcher(before, result) for watcher in WATCHERS]
 
 
 def _debug(index: int, stage: str, gm: GraphModule) -> None:

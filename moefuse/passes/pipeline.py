@@ -43,7 +43,7 @@ class FuseResult:
 
     graph_module: rewritten in place. layers: a verdict each. calls: the mega_moe nodes. seconds: CPU time per pass.
     checker: compares the fused layers, in their order, with their regions; with the option verify only. contexts: those
-    of the layers whose experts are spread over ranks.
+    of the layers whose experts are spread over ranks. replaced: each fused layer's output, as it was and as it is.
     """
 
     graph_module: GraphModule
@@ -54,6 +54,7 @@ class FuseResult:
     seconds: dict[str, float] = field(default_factory=dict)
     checker: Checker | None = None
     contexts: list[ContextReport] = field(default_factory=list)
+    replaced: list[tuple[Node, Node]] = field(default_factory=list)
 
 
 def run(
@@ -114,11 +115,11 @@ def _run(
         comm = plan_comm.plan(graph, forms, options, contact)
         result.contexts = comm.contexts
     with _timed(result.seconds, "fuse"), _kept_promise(comm.contexts):
-        replaced: list[tuple[Node, Node]] = []
         # From the last to the first: what a later layer reads may be the very node that an earlier one replaces.
         for number, candidate in reversed(list(enumerate(candidates))):
-            layer = _treat(graph, candidate, options, comm.agreed[number], result.calls, replaced)
+            layer = _treat(graph, candidate, options, comm.agreed[number], result.calls, result.replaced)
             result.layers.insert(0, layer)
+        result.replaced.reverse()
         plan_comm.share(graph)
         if options.mode == "on":
             _demand(result.layers)
@@ -127,7 +128,7 @@ def _run(
             clear(graph, loops)
         if result.calls:
             if options.verify:
-                result.checker = checker(gm, replaced[::-1])
+                result.checker = checker(gm, result.replaced)
             fused = [
                 c.site for c, layer in zip(candidates, result.layers, strict=True) if c.site and layer.fused
             ]
@@ -137,7 +138,7 @@ def _run(
         gm.recompile()
     if record:
         with _timed(result.seconds, "record"):
-            outputs = iter([output for _, output in replaced[::-1]])
+            outputs = iter([output for _, output in result.replaced])
             for i, (recording, layer) in enumerate(zip(recordings, result.layers, strict=True)):
                 output = next(outputs) if layer.fused else None
                 region, saved = recorder.finish(graph, recording, output)

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -27,6 +26,7 @@ from torch._dynamo.utils import counters
 from torch.utils import _pytree as pytree
 
 import moefuse
+from moefuse import targets
 from moefuse.ops import kernels
 from moefuse.report.journal import JOURNAL
 from moefuse.report.model import GraphReport, LayerReport
@@ -171,7 +171,7 @@ def _note(ran: set[str], path: str) -> Callable[..., None]:
 def _kernel_calls() -> Iterator[list[str]]:
     """One entry for each call of a fused node inside, whatever its target."""
     calls: list[str] = []
-    kernels.kernel("reference")  # registers them all
+    table = {name: kernels.kernel(name) for name in targets.names()}
 
     def counted(name: str, kernel: kernels.Kernel) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
@@ -180,9 +180,13 @@ def _kernel_calls() -> Iterator[list[str]]:
 
         return run
 
-    table = {name: counted(name, kernel) for name, kernel in kernels._KERNELS.items()}
-    with mock.patch.dict(kernels._KERNELS, table):
+    for name, kernel in table.items():
+        kernels.register_kernel(name, counted(name, kernel))
+    try:
         yield calls
+    finally:
+        for name, kernel in table.items():
+            kernels.register_kernel(name, kernel)
 
 
 def _graphs() -> list[GraphReport]:

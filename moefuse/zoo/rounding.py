@@ -13,20 +13,19 @@ experts that rounds the other way changes a whole token. So routing is pinned:
   model can't be pinned: `per_token` gives errors whose median doesn't see the few tokens that flipped.
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree
 
-import moefuse.backend
-from moefuse.passes import pipeline
+from moefuse import backend
+from moefuse.passes.pipeline import FuseResult
 from moefuse.testing.oracle import Float64Run, SafeRun, op_name
 
 
@@ -54,42 +53,30 @@ class Fused:
 def watch() -> Iterator[list[Fused]]:
     """Collect what the backend makes of every graph that is compiled inside."""
     seen: list[Fused] = []
-    outputs: list[tuple[str, Node]] = []
-    run = pipeline.run
-    fuse_site = pipeline.fuse_site  # type: ignore[attr-defined]
-    compile_inner = moefuse.backend.compile_inner  # type: ignore[attr-defined]
 
-    def watched_run(gm: GraphModule, *args: Any, **kwargs: Any) -> Any:
-        before = _runnable(gm)
-        outputs.clear()
-        result = run(gm, *args, **kwargs)
-        after = _runnable(gm)
+    def watcher(
+        before: GraphModule, result: FuseResult
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        after = _runnable(result.graph_module)
         named = {node.name: node for node in after.graph.nodes}
-        seen.append(Fused(before, after, [(old, named[new.name]) for old, new in outputs]))
-        return result
+        outputs = [(old.name, named[new.name]) for old, new in result.replaced]
+        record = Fused(_runnable(before), after, outputs)
+        seen.append(record)
 
-    def watched_site(graph: Any, site: Any, target: str) -> tuple[Node, Node]:
-        call, output = fuse_site(graph, site, target)
-        outputs.append((site.node.name, output))
-        return call, output
+        def wrap(run: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*inputs: Any) -> Any:
+                record.inputs = inputs
+                return run(*inputs)
 
-    def watched_compile(gm: GraphModule, *args: Any, **kwargs: Any) -> Any:
-        compiled = compile_inner(gm, *args, **kwargs)
-        if kwargs.get("original") is None:  # compiled unfused
-            return compiled
-        record = seen[-1]
+            return call
 
-        def call(*inputs: Any) -> Any:
-            record.inputs = inputs
-            return compiled(*inputs)
+        return wrap
 
-        return call
-
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(pipeline, "run", watched_run))
-        stack.enter_context(mock.patch.object(pipeline, "fuse_site", watched_site))
-        stack.enter_context(mock.patch.object(moefuse.backend, "compile_inner", watched_compile))
+    backend.WATCHERS.append(watcher)
+    try:
         yield seen
+    finally:
+        backend.WATCHERS.remove(watcher)
 
 
 def _runnable(gm: GraphModule) -> GraphModule:
