@@ -1,5 +1,10 @@
 """Models whose rows travel between processes, compiled: one node per layer, outputs as in one process."""
 
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -182,3 +187,24 @@ def summed(rank: int, world: int) -> tuple[Any, ...]:
 
 def test_a_sum_over_ranks_with_all_tokens_stays() -> None:
     assert values(run_ranks(2, summed)) == [(True, E // 2, True)] * 2
+
+
+def test_the_script_of_the_page_runs_under_torchrun(tmp_path) -> None:
+    page = Path(__file__).parents[2] / "docs" / "expert-parallel.md"
+    (script,) = re.findall(r"^```py\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    (tmp_path / "spread.py").write_text(script, encoding="utf-8")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    path = os.pathsep.join([str(page.parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*torchrun, "spread.py"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "absorbed: 4 all_to_all_single" in done.stdout
+    assert "shared by 1 layer" in done.stdout
