@@ -24,6 +24,7 @@ from moefuse.patterns import (
     loops,
     markers,
     mc2,
+    npu_init_routing,
     npu_matmul,
     pieces,
     pointwise,
@@ -54,7 +55,7 @@ from moefuse.patterns.unify import Unifier, fresh
 
 COMPONENTS = (
     *(structure, pointwise, counts, router, init_routing, pieces, hidden_states_quant, grouped_matmul),
-    *(npu_matmul, finalize_routing, mc2, loops, markers, comm, exchange),
+    *(npu_init_routing, npu_matmul, finalize_routing, mc2, loops, markers, comm, exchange),
 )
 """The files whose import fills the rule book."""
 

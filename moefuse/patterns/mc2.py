@@ -26,7 +26,7 @@ from moefuse.patterns.facts import (
 )
 from moefuse.patterns.finalize_routing import weighted_sum
 from moefuse.patterns.hidden_states_quant import demand_absent, quantise
-from moefuse.patterns.init_routing import dispatch_of
+from moefuse.patterns.npu_init_routing import dispatch_of
 from moefuse.patterns.pointwise import walk
 from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
 from moefuse.patterns.unify import Unifier

@@ -42,6 +42,8 @@ from moefuse.patterns.facts import (
     Table,
     Tally,
 )
+from moefuse.patterns.quantised import Dequant, Quantised, RowScale
+from moefuse.patterns.unify import bind
 
 _LETTERS = "ijklmnabcdefgh"
 _INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "eq": "==", "floor_divide": "//"}
@@ -125,6 +127,16 @@ class _Speaker:
     def dot(self, dot: Dot) -> str:
         return f"({self.total(dot.over, f'{self.expr(dot.a)} * {self.expr(dot.b)}')})"
 
+    def quantised(self, row: Quantised) -> str:
+        text = self.expr(bind(row.row, dict(zip(row.over, row.at, strict=True))))
+        return f"int{row.bits}({text})" + (" times its scale" if row.scaled else "")
+
+    def dequant(self, weight: Dequant) -> str:
+        stored = self.expr(weight.stored)
+        if weight.offset is not None:
+            stored = f"({stored} + {self.expr(weight.offset)})"
+        return stored if weight.scale is None else f"{stored} * {self.expr(weight.scale)}"
+
     def cases(self, cases: Cases) -> str:
         case = cases.case
         rows = self.total(case.slots, f"{self.expr(case.rows)} where {self.expr(case.ids)} == {case.expert}")
@@ -152,6 +164,9 @@ _SAY: dict[type[Expr], Any] = {
     Table: lambda s, e: f"(`{e.nodes[0].name}` ... `{e.nodes[-1].name}`)[{s.dims(e.index)}]",
     Among: lambda s, e: f"{s.expr(e.ids)} less {e.first}, of {e.experts} experts",
     Spread: lambda s, e: f"{s.expr(e.ids)} modulo the {e.ranks.experts} experts of a rank",
+    Quantised: lambda s, e: s.quantised(e),
+    RowScale: lambda s, e: f"the scale of int{e.bits}({s.expr(e.row)})",
+    Dequant: lambda s, e: s.dequant(e),
     Tally: lambda s, e: f"how many of `{e.ids.node.name}` are one of {sorted(e.experts)}",
     Owned: lambda s, e: f"how many of `{e.ids.node.name}` are experts of rank {s.group(e.at)}",
     Inflow: lambda s, e: (

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 import moefuse
+from moefuse.patterns.engine import lift
+from moefuse.patterns.words import words
 from moefuse.policy import decide
 from moefuse.testing import capture_graph
 from tests.npu.quant_sequences import CASES, Case, H, I, Weights
@@ -135,3 +137,14 @@ def test_torch_compile() -> None:
         got = compiled(*arguments)
     assert moefuse.reports()[-1].fused == 1
     assert off(got, case.layer(*arguments)) < EQUAL
+
+
+def test_the_meaning_of_a_product_in_words() -> None:
+    case = CASES["w8a8_swiglu_dynamic_quant"]
+    graph = capture_graph(case.layer, (*inputs(5), *case.tensors)).graph_module.graph
+    facts = lift(graph).facts
+    products = [
+        fact for node, fact in facts.items() if "grouped_matmul" in node.name and isinstance(fact, tuple)
+    ]
+    text = words(products[0][0])  # type: ignore[arg-type]
+    assert "int8(`arg0_1`[i, m]) times its scale * `arg2_1`" in text
