@@ -147,4 +147,4 @@ def test_the_meaning_of_a_product_in_words() -> None:
         fact for node, fact in facts.items() if "grouped_matmul" in node.name and isinstance(fact, tuple)
     ]
     text = words(products[0][0])  # type: ignore[arg-type]
-    assert "int8(`arg0_1`[i, m]) times its scale * `arg2_1`" in text
+    assert "int8(`arg0_1`[i, l]) times its scale * `arg2_1`" in text

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import fx
 
-from moefuse.patterns import facts
+from moefuse.patterns import facts, quantised
 from moefuse.patterns.facts import At, Axis, Const, Dot, Expr, Fact, Leaf, Op, Part, Perm, Pick, Pos, Table
 from moefuse.patterns.words import _SAY, words
 
@@ -51,5 +51,6 @@ def test_words(fact, said):
 
 
 def test_every_kind_of_expression_has_words():
-    kinds = {kind for kind in vars(facts).values() if isinstance(kind, type) and issubclass(kind, Expr)}
-    assert kinds - {Expr} == set(_SAY)
+    every = [kind for module in (facts, quantised) for kind in vars(module).values()]
+    kinds = {kind for kind in every if isinstance(kind, type) and issubclass(kind, Expr)}
+    assert kinds - {Expr, quantised.QuantDot} == set(_SAY)  # a QuantDot is said as the Dot that it is
