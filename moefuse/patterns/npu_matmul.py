@@ -321,7 +321,7 @@ def npu_grouped_matmul_swiglu_quant(lift: Lifting, node: Node) -> Outcome:
         if options.get(name) is not None:
             raise Conflict(f"a grouped GEMM with activation and quantisation, and {name}")
     modes = [options.get(name, default) for name, default in _FUSED_DEFAULTS.items()]
-    if modes[0] not in (0, 1) or modes[1:] != list(_FUSED_DEFAULTS.values())[1:]:
+    if modes != list(_FUSED_DEFAULTS.values()):
         given = ", ".join(f"{name}={mode}" for name, mode in zip(_FUSED_DEFAULTS, modes, strict=True))
         raise Conflict(
             f"a grouped GEMM with activation and quantisation to other than int8 per row ({given})"

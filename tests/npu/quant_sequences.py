@@ -236,7 +236,6 @@ def w4a8_fused_first_product(x: Tensor, logits: Tensor, *tensors: Tensor) -> Ten
         scales,
         counts,
         weight_assist_matrix=[w.o13],
-        dequant_mode=1,
         group_list_type=1,
     )
     y = gmm(a, w.w2, counts, scale=[encoded(w.s2)], per_token_scale=[a_scales], bias=[w.o2])

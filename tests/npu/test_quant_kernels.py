@@ -143,7 +143,7 @@ def test_the_fused_w4a8_product_and_its_older_w8a8_form() -> None:
     )
     assist = torch.randn(3, N)
     y, scales = npu.npu_grouped_matmul_swiglu_quant_v2(
-        rows, [packed(weight)], [scale], per_row, ENDS, weight_assist_matrix=[assist], dequant_mode=1
+        rows, [packed(weight)], [scale], per_row, ENDS, weight_assist_matrix=[assist]
     )
     product = gmm(
         rows, packed(weight), scale=[scale], per_token_scale=[per_row], bias=[assist], output_dtype=FLOAT32

@@ -62,12 +62,11 @@ def grouped_matmul_swiglu_quant_v2(
 ) -> tuple[Tensor, Tensor]:
     """int8 rows times each group's int8 or int4 weight, scaled, silu(first half) * second half, int8 per row.
 
-    int4 weights need the assist matrix, which makes up for the 8 that is taken off the rows (see grouped_matmul);
-    dequant_mode 1: their scales are [E, G, N].
+    int4 weights need the assist matrix, which makes up for the 8 that is taken off the rows (see grouped_matmul).
     """
     name = "npu_grouped_matmul_swiglu_quant_v2"
     absent(name, smooth_scale=smooth_scale, bias=bias)
-    only(name, "dequant_mode", dequant_mode, 0, 1)
+    only(name, "dequant_mode", dequant_mode, 0)
     only(name, "dequant_dtype", dequant_dtype, 6)
     only(name, "quant_mode", quant_mode, 0)
     only(name, "quant_dtype", quant_dtype, 1)
