@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+import tests.npu.ready  # noqa: F401  (before the operators: a spawned process begins here)
 from moefuse.testing import npu_reference_kernels
 from tests.comm.ranks import run_ranks, values
 

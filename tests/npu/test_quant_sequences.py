@@ -12,6 +12,7 @@ from moefuse.patterns.words import words
 from moefuse.policy import decide
 from moefuse.testing import capture_graph
 from tests.npu.quant_sequences import CASES, Case, H, I, Weights
+from tests.npu.ready import WHEEL
 from tests.npu.sequences import E, K, route
 
 fuse = partial(moefuse.fuse, options={"target": "reference"})
@@ -39,6 +40,8 @@ def off(got: Tensor, want: Tensor) -> float:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_sequence_becomes_one_node(name: str) -> None:
+    if WHEEL and name == "w4a8_fused_first_product":
+        pytest.skip("torch_npu 2.13 gives npu_grouped_matmul_swiglu_quant_v2 no shape for packed weights")
     case = CASES[name]
     arguments = (*inputs(5), *case.tensors)
     captured = capture_graph(case.layer, arguments)

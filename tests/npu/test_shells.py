@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 import moefuse
+import tests.npu.ready  # noqa: F401  (before the operators: a spawned process begins here)
 from moefuse.ops.spec import MoeSpec
 from moefuse.passes.fuse import fuse_site
 from moefuse.passes.lift import explain, find
