@@ -159,6 +159,7 @@ class CommContext:
             "num_experts": call.options.num_experts,
             "top_k": call.topk_ids.shape[1],
             "hidden": call.x.shape[1],
+            "out_features": call.out_features,
             "dtype": call.x.dtype,
         }
         for name, value in asked.items():

@@ -64,7 +64,7 @@ class NativeStep:
                 received.data_ptr(), states.data_ptr(), spins, _PATIENCE_NS,
             ),
         )  # fmt: skip
-        self._keep = (bases, received, states)
+        self._keep: tuple[object, ...] = (bases, received, states)
         self.timeline: Timeline | None = None
 
     def run(self, call: Call) -> Done | None:
@@ -95,6 +95,10 @@ class NativeStep:
         if status == _NO_MEMORY:
             raise kernel.out_of_memory()
         return Done(layer.y if status == _FINISHED else None, layer.nums, step[_PULLED], step[_RETURNED])
+
+    def close(self) -> None:
+        """Give the received rows' memory back; nothing may run afterwards."""
+        self._keep = ()
 
 
 def _library(call: Call) -> ctypes.CDLL | None:

@@ -42,6 +42,11 @@ class Call(NamedTuple):
         """[T, K]."""
         return self.operands.topk_weights
 
+    @property
+    def out_features(self) -> int:
+        """O."""
+        return self.operands.weight2[0].shape[-2 if self.options.transpose_weight2 else -1]
+
     def experts(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Rows [n, H], local expert of each [n, 1] int64, routing weights [n, 1] -> rows [n, O] in the dtype of x."""
         # what is applied at home, to the sum over all slots, isn't applied to an expert's rows

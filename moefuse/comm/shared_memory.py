@@ -116,6 +116,7 @@ class SharedMemory:
 
     def close(self) -> None:
         """Let go of all windows."""
+        self._native.close()
         self._views.clear()
         for window in self._windows:
             window.close()

@@ -154,18 +154,20 @@ def wrong_layers(rank: int, world: int) -> list[str]:
     layer = spread(1, top_k=2)
     context = context_for(None, layer.capacity(world, 4), timeout=10)
     said = []
-    for other in (spread(1, top_k=3), spread(1, hidden=7), spread(1, dtype=torch.float64)):
+    changes = ({"top_k": 3}, {"hidden": 7}, {"out": 9}, {"dtype": torch.float64})
+    for other in (spread(1, **{"top_k": 2} | change) for change in changes):
         with pytest.raises(ContextError) as caught:
-            other.together(context.tensor, rank, world, other.tokens(rank, 2), "reference")
+            other.together(context.tensor, rank, world, other.tokens(rank, 2), "cpu")
         said.append(str(caught.value))
-    layer.together(context.tensor, rank, world, layer.tokens(rank, 2), "reference")
+    layer.together(context.tensor, rank, world, layer.tokens(rank, 2), "cpu")
     return said
 
 
 def test_a_layer_of_another_capacity() -> None:
-    for top_k, hidden, dtype in values(run_ranks(2, wrong_layers)):
+    for top_k, hidden, out, dtype in values(run_ranks(2, wrong_layers)):
         assert top_k == "top_k: the context was made for 2, got 3"
         assert hidden == "hidden: the context was made for 6, got 7"
+        assert out == "out_features: the context was made for 5, got 9"
         assert dtype == "dtype: the context was made for torch.float32, got torch.float64"
 
 
