@@ -19,9 +19,9 @@ class Costs:
     flops: the experts' GEMMs with many tokens. weight_bytes: expert weights read, with few. copy_bytes: rows between
     two windows of a host. node_seconds: a fused node on two ranks with nothing to compute, both meetings included;
     meeting_seconds: of a rank more. op_seconds: a small torch operator. experts_seconds: the experts' operator with
-    nothing to compute. exchange_seconds, gather_seconds, reduce_seconds: an all_to_all, all_gather and reduce_scatter
-    of two ranks with hardly any data; *_rank_seconds: of a rank more; collective_bytes: what each rank gets by one.
-    cores: of the host; more ranks than that take turns.
+    nothing to compute. exchange_seconds, gather_seconds: in a layer, an all_to_all, and an all_gather or
+    reduce_scatter, of two ranks with hardly any data; *_rank_seconds: of a rank more; collective_bytes: what each rank
+    gets by one. cores: of the host; more ranks than that take turns.
     """
 
     machine: str
@@ -37,8 +37,6 @@ class Costs:
     exchange_rank_seconds: float
     gather_seconds: float
     gather_rank_seconds: float
-    reduce_seconds: float
-    reduce_rank_seconds: float
     collective_bytes: float
 
     def __post_init__(self) -> None:

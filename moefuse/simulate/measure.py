@@ -21,7 +21,14 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from moefuse.simulate.costs import Costs
-from moefuse.simulate.predict import WAYS, predict
+from moefuse.simulate.predict import (
+    ALL_GATHER_COLLECTIVES,
+    ALL_GATHER_OPS,
+    ALL_TO_ALL_COLLECTIVES,
+    ALL_TO_ALL_OPS,
+    WAYS,
+    predict,
+)
 from moefuse.simulate.ways import Ways
 from moefuse.simulate.workload import Topology, Workload
 
@@ -80,13 +87,24 @@ def _rank(rank: int, world: int, store: Path, out: Path, function: Callable[...,
 
 
 def calibrate(rounds: int = 30) -> Costs:
-    """Measure this machine: about ten seconds of a quiet one."""
+    """Measure this machine, on 1, 2 and 4 ranks."""
     cores = len(os.sched_getaffinity(0))
-    alone = run_ranks(1, _alone, rounds)
+    alone: dict[str, float] = run_ranks(1, _alone, rounds)
     pair = run_ranks(2, _together, rounds)
     four = run_ranks(4, _together, rounds)
     turns = max(1.0, 4 / cores)
-    more = {name: max(_LEAST, (four[name] / turns - pair[name]) / 2) for name in pair}
+
+    def collective(times: dict[str, float], name: str, ops: int, count: int) -> float:
+        """One of the layer's collectives: what is left of its time without what the rank does alone."""
+        return max(_LEAST, (times[name] - ops * alone["op"] - alone["experts"]) / count)
+
+    def exchange(times: dict[str, float]) -> float:
+        return collective(times, "all_to_all", ALL_TO_ALL_OPS, ALL_TO_ALL_COLLECTIVES)
+
+    def gather(times: dict[str, float]) -> float:
+        return collective(times, "all_gather", ALL_GATHER_OPS, ALL_GATHER_COLLECTIVES)
+
+    four = {name: seconds / turns for name, seconds in four.items()}
     return Costs(
         machine=_machine(),
         cores=cores,
@@ -94,16 +112,14 @@ def calibrate(rounds: int = 30) -> Costs:
         weight_bytes=alone["weight_bytes"],
         copy_bytes=alone["copy_bytes"],
         node_seconds=pair["node"],
-        meeting_seconds=more["node"],
+        meeting_seconds=max(_LEAST, (four["node"] - pair["node"]) / 2),
         op_seconds=alone["op"],
         experts_seconds=alone["experts"],
-        exchange_seconds=pair["exchange"],
-        exchange_rank_seconds=more["exchange"],
-        gather_seconds=pair["gather"],
-        gather_rank_seconds=more["gather"],
-        reduce_seconds=pair["reduce"],
-        reduce_rank_seconds=more["reduce"],
-        collective_bytes=_BIG_BYTES / max(_LEAST, pair["big"] - pair["exchange"]),
+        exchange_seconds=exchange(pair),
+        exchange_rank_seconds=max(_LEAST, (exchange(four) - exchange(pair)) / 2),
+        gather_seconds=gather(pair),
+        gather_rank_seconds=max(_LEAST, (gather(four) - gather(pair)) / 2),
+        collective_bytes=_BIG_BYTES / max(_LEAST, pair["big"] - pair["small"]),
     )
 
 
@@ -142,14 +158,13 @@ def _alone(rounds: int) -> dict[str, float]:
 
 def _together(rounds: int) -> dict[str, float]:
     tiny, world = Ways(TINY), dist.get_world_size()
-    some, one = torch.zeros(world), torch.zeros(1)
+    small, got_small = torch.zeros(world), torch.zeros(world)
     big, got_big = (torch.zeros(world * _BIG_BYTES, dtype=torch.uint8) for _ in range(2))
-    got = torch.empty_like(some)
     ways: dict[str, Callable[[], Any]] = {
         "node": tiny.fused,
-        "exchange": lambda: dist.all_to_all_single(got, some),
-        "gather": lambda: dist.all_gather_single(got, one),
-        "reduce": lambda: dist.reduce_scatter_single(one, some),
+        "all_to_all": tiny.all_to_all,
+        "all_gather": tiny.all_gather,
+        "small": lambda: dist.all_to_all_single(got_small, small),
         "big": lambda: dist.all_to_all_single(got_big, big),
     }
     return {name: time.best for name, time in timed(ways, rounds).items()}

@@ -72,12 +72,8 @@ class _Machine:
         return self._collective(self.costs.exchange_seconds, self.costs.exchange_rank_seconds, size)
 
     def gather(self, size: float) -> float:
-        """An all_gather of so many bytes per rank."""
+        """An all_gather of so many bytes per rank, or a reduce_scatter that leaves them there."""
         return self._collective(self.costs.gather_seconds, self.costs.gather_rank_seconds, size)
-
-    def reduce(self, size: float) -> float:
-        """A reduce_scatter that leaves so many bytes on each rank."""
-        return self._collective(self.costs.reduce_seconds, self.costs.reduce_rank_seconds, size)
 
     def _collective(self, two_ranks: float, rank_more: float, size: float) -> float:
         near = self.topology.near * size / self.costs.collective_bytes
@@ -185,7 +181,7 @@ def _all_gather(machine: _Machine, routing: Routing, overlap: bool) -> Predictio
     slots = routing.slots(busiest)
     sizes = [layer.row_bytes, layer.top_k * _ID_BYTES, layer.top_k * _WEIGHT_BYTES]
     gathered = sum(machine.gather(layer.tokens * size) for size in sizes)
-    reduced = machine.reduce(layer.tokens * layer.row_bytes)
+    reduced = machine.gather(layer.tokens * layer.row_bytes)
     experts = machine.turns * machine.costs.experts_seconds + machine.experts(sum(slots), _touched(slots))
     local = machine.operators(ALL_GATHER_OPS) + machine.copy(ranks * layer.tokens * layer.row_bytes)
     seconds, bars = _stages(
