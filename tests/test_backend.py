@@ -115,7 +115,9 @@ def test_an_unknown_option_is_an_error() -> None:
 
 
 def test_an_impossible_target_is_an_error() -> None:
-    assert "options['target']: expected one of auto, cpu, npu, reference" in str(raised(Model(), target="tpu"))
+    assert "options['target']: expected one of auto, cpu, npu, reference" in str(
+        raised(Model(), target="tpu")
+    )
 
 
 def test_the_target_that_was_asked_for() -> None:
