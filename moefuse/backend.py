@@ -30,7 +30,7 @@ from moefuse.ops import loop_markers
 from moefuse.options import OptionError, Options
 from moefuse.passes import pipeline
 from moefuse.passes.pipeline import FuseResult, RejectedError
-from moefuse.passes.plan_comm import AgreementError, Contact
+from moefuse.passes.plan_comm import AgreementError, Contact, weights_of
 from moefuse.passes.verify import Checker, VerifyError, tolerance
 from moefuse.patterns.markers import UnprovedError
 from moefuse.report.journal import JOURNAL
@@ -74,7 +74,7 @@ def moefuse(
     parsed = Options.parse(options)
     from_mode = _mode_options(mode, choose(parsed.inner, example_inputs))
     inputs, taking_the_whole = read_locally(gm, example_inputs)
-    with refusals(inputs):
+    with refusals(inputs), weights_of(example_inputs):
         compiled = compile_graph(gm, inputs, parsed, from_mode, contact="ask")
     JOURNAL.record(compiled.report, CompileContext.current_compile_id())
     run = compiled.run if compiled.checker is None else _verified(compiled, gm, parsed.mode)

@@ -12,13 +12,16 @@ import logging
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch._guards import CompileContext
 from torch.fx import Graph, Node
+from torch.utils.weak import WeakIdKeyDictionary
 
 from moefuse import policy, targets
 from moefuse.comm import Capacity, CommError, context_for
@@ -250,8 +253,27 @@ def _unproved(forms: Sequence[Form], options: Options) -> list[_Wish]:
 
 # --- agreement -------------------------------------------------------------------------------------------
 
-_agreed: "weakref.WeakKeyDictionary[Any, dict[int, list[str] | None]]" = weakref.WeakKeyDictionary()
-"""By group and frame: the digests of the layers that all ranks fuse, None where they fuse none."""
+_agreed: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
+"""By group, by the model's first weight, by frame: the digests of the layers that all ranks fuse, None for no layer."""
+
+
+class _NoWeight:
+    """Stands for the first weight of a graph without any."""
+
+
+_NO_WEIGHT = _NoWeight()
+_first_weight: ContextVar[Any] = ContextVar("_first_weight", default=_NO_WEIGHT)
+
+
+@contextmanager
+def weights_of(inputs: Sequence[Any]) -> Iterator[None]:
+    """Inside, a graph with these inputs is compiled: layers of one class share a frame, but no weights."""
+    first = next((x for x in inputs if isinstance(x, torch.nn.Parameter)), _NO_WEIGHT)
+    token = _first_weight.set(first)
+    try:
+        yield
+    finally:
+        _first_weight.reset(token)
 
 
 def _settled(wishes: Sequence[_Wish], options: Options) -> dict[Place, tuple[str, str]]:
@@ -266,12 +288,18 @@ def _settled(wishes: Sequence[_Wish], options: Options) -> dict[Place, tuple[str
 
 def _agree(place: Place, wishes: list[_Wish], options: Options) -> tuple[str, str] | None:
     group = group_of(place.name)
-    known = _agreed.setdefault(group, {})
+    models = _agreed.setdefault(group, WeakIdKeyDictionary())
     digests = [wish.digest for wish in wishes]
     compiled = CompileContext.current_compile_id()
     frame = compiled.frame_id if compiled is not None and compiled.frame_id is not None else -1
-    if compiled is not None and compiled.frame_compile_id:
-        before = known.get(frame)
+    if (
+        compiled is None or not compiled.frame_compile_id
+    ):  # its first compilation: what was before is another program's
+        for frames in list(models.values()):
+            frames.pop(frame, None)
+    known = models.setdefault(_first_weight.get(), {})
+    if frame in known:
+        before = known[frame]
         if before is None:
             return "ep_agreement", "the ranks agreed not to fuse when this frame was compiled first"
         if before != digests:

@@ -109,6 +109,20 @@ def test_layers_of_equal_sizes_share_a_context_that_a_second_compile_uses_again(
     assert values(run_ranks(2, a_model_twice)) == [expected] * 2
 
 
+def layer_by_layer(rank: int, world: int) -> list[tuple[bool, int]]:
+    """Layers of one class, of other sizes, compiled each by itself: one frame for Dynamo, asked about one by one."""
+    for k in (2, 3, 2):
+        run = compiled(ByExpert(rank, world, k=k))
+        for step, counts in enumerate([(6, 2), (1, 5)]):
+            check(run, alone(k=k), rank, counts, step)
+    return [(site.fused, site.spec.top_k) for report in moefuse.reports() for site in report.sites]
+
+
+def test_layers_of_one_class_are_agreed_on_one_by_one() -> None:
+    first, second = values(run_ranks(2, layer_by_layer))
+    assert {*first, *second} == {(True, 2), (True, 3)}
+
+
 def data_and_experts(rank: int, world: int) -> tuple[Any, ...]:
     """Two groups of two ranks, each with all experts and tokens of its own."""
     from torch.distributed.device_mesh import init_device_mesh
