@@ -51,15 +51,15 @@ def table(rows: Sequence[Row]) -> Table:
 
 def heading(row: Row) -> str:
     """`qwen3 2048/768/128/8 bfloat16, uniform, 2 threads`, and what memory took away."""
-    words = f"{row.shape} {row.sizes}\n{row.dtype}, {row.routing}, {threads(row.threads)}"
+    words = f"{row.shape} {row.sizes}\n{row.dtype}, {row.routing}, {counted(row.threads, 'thread')}"
     if row.experts < row.model_experts:
         words += f"\n{row.experts} of the model's {row.model_experts} experts: memory"
     return words
 
 
-def threads(count: int) -> str:
+def counted(count: int, what: str) -> str:
     """`1 thread`, `2 threads`."""
-    return f"{count} thread{'s' if count > 1 else ''}"
+    return f"{count} {what}{'s' if count > 1 else ''}"
 
 
 def _time(row: Row, name: str) -> str:
@@ -117,7 +117,7 @@ def model_table(rows: Sequence[ModelRow]) -> Table:
             ratio = row.ratio(name)
             speed = f"{row.tokens_per_second[name]:.3g}"
             cells.append(speed if name == OURS or ratio is None else f"{speed} ({ratio:.2f}x)")
-        title = f"Qwen3-MoE, {row.layers} layers, {row.dtype}, {threads(row.threads)}"
+        title = f"Qwen3-MoE, {counted(row.layers, 'layer')}, {row.dtype}, {counted(row.threads, 'thread')}"
         shown.add_row(title, row.phase, str(row.tokens), *cells)
     return shown
 
