@@ -69,6 +69,23 @@ def _to_journal(refused: tuple[LayerReport, ...]) -> None:
     JOURNAL.record(GraphReport(JOURNAL.next_index(), refused, note=NO_GRAPH), None)
 
 
+_Version = tuple[int, bool, tuple[int, ...]]
+
+
+def _hooks(root: nn.Module | None) -> tuple[int, ...]:
+    """The hooks that a model runs around its forward: they are in its frame, and Dynamo doesn't guard them."""
+    if root is None:
+        return ()
+    return (
+        *root._forward_pre_hooks,
+        -1,
+        *root._forward_hooks,
+        -1,
+        *root._backward_hooks,
+        *root._backward_pre_hooks,
+    )
+
+
 class FrontEnd:
     """What is done around each call of a model; calling it calls the model.
 
@@ -93,7 +110,8 @@ class FrontEnd:
         self._loops = Loops(owner if options.mode != "off" else None)
         self._switch = _ExpertsSwitch(owner)
         self._lock = threading.Lock()
-        self._compiled: tuple[tuple[int, bool], Callable[..., Any]] | None = None
+        self._root = owner if isinstance(owner, nn.Module) else None
+        self._compiled: tuple[_Version, Callable[..., Any]] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs."""
@@ -125,8 +143,8 @@ class FrontEnd:
         model = copy.deepcopy(self._model, memo)
         return FrontEnd(model, self._compile_frame, self._options, self._tell, self._fullgraph)
 
-    def _version(self) -> tuple[int, bool]:
-        return self._loops.version, self._capture
+    def _version(self) -> _Version:
+        return self._loops.version, self._capture, _hooks(self._root)
 
     def _give_up(self, error: Exception) -> bool:
         """Do without rewritten loops, then without data-dependent sizes, if it is they that can't be traced."""
@@ -145,8 +163,8 @@ class FrontEnd:
             capture_dynamic_output_shape_ops=wanted, capture_scalar_outputs=wanted
         )
 
-    def _frame(self, version: tuple[int, bool]) -> Callable[..., Any]:
-        """The compiled frame; a new one where rewritten code went back to its original."""
+    def _frame(self, version: _Version) -> Callable[..., Any]:
+        """The compiled frame; a new one where rewritten code went back to its original, or hooks came or went."""
         with self._lock:
             if self._compiled is None or self._compiled[0] != version:
                 self._compiled = (version, self._compile_frame(own_frame(self._called)))

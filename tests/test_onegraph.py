@@ -178,3 +178,17 @@ def test_threads_switch_back_once_all_have_left() -> None:
 def test_unknown_options_are_errors_at_once() -> None:
     with pytest.raises(moefuse.OptionError, match="did you mean 'target'"):
         compile_moe(nn.Identity(), tarket="cpu")
+
+
+@torch.no_grad()
+def test_hooks_of_the_model_that_come_and_go_are_run() -> None:
+    """Dynamo doesn't guard them, and they are in the compiled frame."""
+    model, x = Stacked(), torch.randn(6, H)
+    compiled = compile_moe(model, inner="eager")
+    compiled(x)
+    handle = model.register_forward_hook(lambda module, args, output: output + 1)
+    torch.testing.assert_close(compiled(x), model(x))
+    handle.remove()
+    torch.testing.assert_close(compiled(x), model(x))
+    model.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    torch.testing.assert_close(compiled(x), model(x))

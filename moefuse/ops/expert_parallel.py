@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moefuse.ops.gradient import refuse_tangents
 from moefuse.ops.kernels import communicator, kernel
 from moefuse.ops.library import LIBRARY, TAGS
 from moefuse.ops.mega_moe import PLAIN_KEYS, SCHEMA, fake
@@ -31,12 +32,12 @@ def _run(
 
 
 def _autograd(keyset: torch._C.DispatchKeySet, *args: Any, **constants: Any) -> tuple[Tensor, Tensor]:
+    refuse_tangents("mega_moe.ep", args)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
         raise NotImplementedError("mega_moe.ep has no gradient: run it under torch.no_grad()")
     if (keyset & torch._C._after_ADInplaceOrView_keyset).highestPriorityTypeId() in PLAIN_KEYS:
-        return _run(
-            *args, **constants
-        )  # as in mega_moe: the second walk through the dispatcher costs as much
+        # as in mega_moe: the second walk through the dispatcher costs as much
+        return _run(*args, **constants)
     with torch._C._AutoDispatchBelowAutograd():
         y, nums = _OP.redispatch(keyset & torch._C._after_autograd_keyset, *args, **constants)
     return y, nums

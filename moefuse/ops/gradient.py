@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._pytree import tree_leaves
 
 from moefuse.ops.expert import (
     ExpertTensors,
@@ -85,6 +87,15 @@ class MegaMoeFunction(torch.autograd.Function):
             for _ in tensors
         ]
         return None, None, None, None, grad_x, None, grad_weights, *of_lists
+
+
+def refuse_tangents(name: str, args: Sequence[Any]) -> None:
+    """Raise NotImplementedError for operands with a tangent of forward mode, which would be lost without a word."""
+    if forward_ad._current_level < 0:
+        return
+    for tensor in tree_leaves(args):
+        if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(f"{name}: forward-mode gradients (torch.func.jvp) are not supported")
 
 
 def _cut(flat: Sequence[_T], lengths: Sequence[int]) -> list[list[_T]]:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from moefuse.ops.gradient import MegaMoeFunction
+from moefuse.ops.gradient import MegaMoeFunction, refuse_tangents
 from moefuse.ops.kernels import kernel
 from moefuse.ops.library import LIBRARY, TAGS
 from moefuse.ops.operands import Operands
@@ -37,9 +37,8 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     options = Options(**constants)
     operands = Operands(*tensors)
-    if (
-        operands.bias1 is None or operands.bias2 is None
-    ):  # what AOTInductor's runtime hands over for an empty list
+    # what AOTInductor's runtime hands over for an empty list
+    if operands.bias1 is None or operands.bias2 is None:
         operands = operands._replace(bias1=operands.bias1 or (), bias2=operands.bias2 or ())
     check_arguments(operands, options)
     return kernel(target)(context, operands, options)
@@ -74,6 +73,7 @@ def _below_autograd(
 
 
 def _autograd(keyset: torch._C.DispatchKeySet, *args: Any, **constants: Any) -> tuple[Tensor, Tensor]:
+    refuse_tangents("mega_moe", args)
     if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
         return _below_autograd(keyset, args, constants)
     scale = [tensor for tensor in args[8:] if tensor is not None]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moefuse.ops.gradient import refuse_tangents
 from moefuse.ops.kernels import quant_kernel
 from moefuse.ops.library import LIBRARY, TAGS
 from moefuse.ops.operands import Operands
@@ -59,6 +60,7 @@ def _fake(
 
 
 def _autograd(keyset: torch._C.DispatchKeySet, *args: Any, **constants: Any) -> tuple[Tensor, Tensor]:
+    refuse_tangents("mega_moe.quant", args)
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
         raise NotImplementedError("mega_moe.quant has no gradient: run it under torch.no_grad()")
     with torch._C._AutoDispatchBelowAutograd():

@@ -73,6 +73,7 @@ def check_arguments(
     """
     x, topk_ids, topk_weights, weight1, weight2, bias1, bias2, row_scale = operands
     _check_options(options)
+    _check_devices(operands)
     _check_routing(x, topk_ids, topk_weights)
     experts = options.local_experts
     hidden = x.shape[1]
@@ -141,6 +142,16 @@ def _check_options(options: Options) -> None:
     )
     if why:
         raise ValueError(f"mega_moe: {why}")
+
+
+def _check_devices(operands: Operands) -> None:
+    device = operands.x.device
+    for name, given in zip(Operands._fields, operands, strict=True):
+        for tensor in (given,) if isinstance(given, Tensor) else given or ():
+            if tensor.device != device:
+                raise ValueError(
+                    f"mega_moe: {name}: expected tensors on {device}, as x, got one on {tensor.device}"
+                )
 
 
 def _check_routing(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:

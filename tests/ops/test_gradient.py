@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.autograd import gradcheck
+from torch.autograd import forward_ad, gradcheck
 from torch.library import opcheck
 
 import moefuse.ops  # noqa: F401  (registers the operator)
@@ -178,3 +178,21 @@ def test_second_gradients_are_refused() -> None:
     (grad,) = torch.autograd.grad(layer.call("cpu")[0].sum(), layer.x, create_graph=True)
     with pytest.raises(NotImplementedError, match="gradients of gradients"):
         torch.autograd.grad(grad.sum(), layer.x)
+
+
+@pytest.mark.parametrize("target", ["cpu", "reference"])
+def test_tangents_of_forward_mode_are_refused(target: str) -> None:
+    """A result without its tangent would be taken for a constant."""
+    layer = make_layer(3)
+    layer.call(target)
+    layer.call(target)  # from here on, plain calls on the CPU skip Python
+
+    def of(x: torch.Tensor) -> torch.Tensor:
+        layer.args = (layer.args[0], x, *layer.args[2:])
+        return layer.call(target)[0]
+
+    x = layer.x.detach()
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(of, (x,), (torch.ones_like(x),))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        of(forward_ad.make_dual(x, torch.ones_like(x)))

@@ -264,6 +264,12 @@ def broken(**changes):
         ({"row_scale": torch.ones(5).int(), "row_norm": "rms"}, TypeError, "row_scale: expected one of"),
         ({"num_identity_experts": -1}, ValueError, "num_identity_experts: expected 0 or more"),
         ({"num_identity_experts": 1}, ValueError, "num_identity_experts: needs as many .* 6, got 5"),
+        (
+            {"topk_ids": torch.zeros(6, 2, dtype=torch.int64, device="meta")},
+            ValueError,
+            "topk_ids: expected .* on cpu",
+        ),
+        ({"weight2": [torch.empty(4, 6, 6, device="meta")]}, ValueError, "weight2: .* got one on meta"),
         ({"num_experts": 0}, ValueError, "num_experts"),
         ({"ep_world_size": 3}, ValueError, "ep_world_size"),
         ({"ep_world_size": 2, "num_experts": 8}, ValueError, "ep_world_size: this target"),

@@ -237,6 +237,19 @@ def test_another_kernel_for_the_target_is_called() -> None:
     assert targets.get("cpu").run == kernels.kernel("cpu")
 
 
+def test_another_target_that_uses_the_kernel_is_called(monkeypatch) -> None:
+    layer = made()
+    right = layer.call("cpu")[0]
+    cpu = kernels.kernel("cpu")
+
+    def scaled(*args):
+        y, nums = cpu(*args)
+        return 2 * y, nums
+
+    monkeypatch.setattr(kernels, "_KERNELS", {**kernels._KERNELS, "mine": scaled})
+    assert all(torch.equal(layer.call("mine")[0], 2 * right) for _ in range(3))
+
+
 def test_the_environment_is_read_in_each_call(monkeypatch, counted) -> None:
     layer = made()
     right = layer.call("cpu")[0]

@@ -136,3 +136,29 @@ def test_a_compiler_that_fails_is_told_once(monkeypatch) -> None:
     with pytest.warns(UserWarning, match="a custom activation runs in torch operators, slower: no luck"):
         found = program.compiled(isa.available()[0], text, torch.float32, torch.float32)
     assert found == program.compiled(isa.available()[0], text, torch.float32, torch.float32) == "no luck"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "where.self(gt.Scalar(g, 0.3), g, mul.Tensor(g, 0.5))",
+        "add.Tensor(g, u, alpha=0.3)",
+        "sub.Tensor(g, 0.3)",
+        "rsub.Scalar(g, 0.3, 0.7)",
+        "pow.Tensor_Scalar(abs.default(g), 0.3)",
+        "mul.Tensor(g, 0.3)",
+        "div.Tensor(g, 0.3)",
+        "leaky_relu.default(g, 0.3)",
+    ],
+)
+def test_numbers_are_rounded_where_torch_rounds_them(monkeypatch, text, dtype) -> None:
+    """0.3 is no number of half precision; some operators take it as it is, some round it first.
+
+    As for whole vectors: torch rounds the alpha of add there, and not in strided loops and tails.
+    """
+    monkeypatch.setenv(isa.VARIABLE, ISAS[0])
+    g, u = torch.randn(2, 2048).to(dtype).unbind(0)
+    g[0] = 0.3  # equal once both are rounded
+    got, _ = run(text, dtype, None, ISAS[0], g, u)
+    assert torch.equal(got[:, 0], programs.evaluate(text, g, u))

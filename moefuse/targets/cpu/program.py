@@ -57,6 +57,9 @@ _FORMS = {
 }
 _GELU = {"none": "gelu_of({self})", "tanh": "gelu_tanh_of({self})"}
 _COMPARISONS = {"gt": ">", "lt": "<", "ge": ">=", "le": "<=", "eq": "==", "ne": "!="}
+# Beside tensors of half precision, torch rounds these operators' numbers to the tensors' dtype, and no others'.
+_ROUNDING = ("add", "sub", "rsub", "pow")
+_ROUNDED = ("other", "alpha", "exponent")
 _WITHOUT_LIMIT = {"min": -math.inf, "max": math.inf}
 _SOURCE = """#include "program.h"
 
@@ -79,10 +82,11 @@ class NoFormError(ValueError):
 
 
 class _Value(NamedTuple):
-    """An expression in C++. dtype: of the tensor in torch; None for a number."""
+    """An expression in C++. dtype: of the tensor in torch; None for a number, which is then `number`."""
 
     text: str
     dtype: torch.dtype | None
+    number: float | None = None
 
 
 @lru_cache(maxsize=256)
@@ -123,7 +127,7 @@ class _Writer:
             return self._call(node)
         if isinstance(node, ast.Name) and node.id in ("g", "u"):
             return _Value(node.id, self._inside)
-        return _Value(_number(_constant(node)), None)
+        return _Value(_number(_constant(node)), None, float(_constant(node)))
 
     def _call(self, node: ast.Call) -> _Value:
         name = ast.unparse(node.func)
@@ -159,10 +163,11 @@ class _Writer:
         node = given.get(parameter.name)
         if node is None or (isinstance(node, ast.Constant) and node.value is None):
             value = parameter.default_value
-            return _Value(_number(_WITHOUT_LIMIT[parameter.name] if value is None else value), None)
+            value = _WITHOUT_LIMIT[parameter.name] if value is None else value
+            return _Value(_number(value), None, float(value))
         found = self.value(node)
         vector = parameter.name in ("self", "other", "condition") and found.dtype is None
-        return _Value(f"splat({found.text})", None) if vector else found
+        return found._replace(text=f"splat({found.text})") if vector else found
 
     def _cast(self, given: dict[str, ast.expr]) -> _Value:
         value, dtype = self.value(given["self"]), _constant(given.get("dtype"))
@@ -177,12 +182,29 @@ class _Writer:
         condition = dtypes.pop("condition", torch.bool)
         if condition != torch.bool or torch.bool in dtypes.values():
             raise NoFormError(f"activation_program: {name} of {condition} has no C++ form")
-        text = form.format(**{key: value.text for key, value in values.items()})
-        if name.partition(".")[0] in _COMPARISONS:
-            return _Value(text, torch.bool)
         # the wider of a half precision dtype and float32; numbers count for nothing
         wide = torch.float32 in dtypes.values() or not dtypes
+        compares = name.partition(".")[0] in _COMPARISONS
+        texts = {key: value.text for key, value in values.items()}
+        if not wide:
+            texts |= {
+                key: self._rounded(values[key]) for key in values if self._rounds(name, key, values[key])
+            }
+        text = form.format(**texts)
+        if compares:
+            return _Value(text, torch.bool)
         return self._assign(text, torch.float32 if wide else self._half)
+
+    def _rounds(self, name: str, key: str, value: _Value) -> bool:
+        """True for a number that torch rounds to the dtype of the tensors beside it."""
+        packet = name.partition(".")[0]
+        return (
+            value.number is not None and (packet in _COMPARISONS or packet in _ROUNDING) and key in _ROUNDED
+        )
+
+    def _rounded(self, value: _Value) -> str:
+        number = _number(torch.tensor(value.number, dtype=torch.float64).to(self._half).item())
+        return f"splat({number})" if value.text.startswith("splat(") else number
 
     def _assign(self, text: str, dtype: torch.dtype) -> _Value:
         name = f"v{len(self.lines)}"

@@ -157,8 +157,12 @@ bool biases(const IValue& list, Role& role, c10::ScalarType type, int64_t parts,
     return true;
 }
 
+// Another target may call the kernel as well, and do more than it does.
+bool for_this_target(const IValue* a) { return a[ARGUMENTS - 1].isString() && a[ARGUMENTS - 1].toStringRef() == "cpu"; }
+
 // The call as a Layer, but for its results. False: Python has to see it.
 bool describe(const IValue* a, Roles& roles, Layer& layer) {
+    if (!for_this_target(a)) return false;
     const TensorImpl *x = plain(a[X]), *ids = plain(a[IDS]), *weights = plain(a[WEIGHTS]);
     if (!x || !ids || !weights || !a[CONTEXT].isNone() || !a[ROW_SCALE].isNone()) return false;
     const auto type = type_of(x), id_type = type_of(ids);
@@ -233,7 +237,7 @@ const void* end_of(const IValue& list, bool last) {
 // The call in Python. If it ended in the kernel, its constants and weights are known from now on.
 void slow(c10::DispatchKeySet keys, Stack* stack, bool learn) {
     static const auto in_python = c10::Dispatcher::singleton().findSchemaOrThrow("moefuse::mega_moe_in_python", "");
-    if (!learn || !active()) return in_python.redispatchBoxed(keys, stack);
+    if (!learn || !active() || !for_this_target(&torch::jit::peek(*stack, 0, ARGUMENTS))) return in_python.redispatchBoxed(keys, stack);
     const std::vector<IValue> arguments(stack->end() - ARGUMENTS, stack->end());
     int64_t before, after;
     kernel.last(&before);
@@ -257,20 +261,27 @@ bool is_plain(c10::DispatchKeySet keys) {
     return (keys & c10::after_ADInplaceOrView_keyset).highestPriorityTypeId() == c10::DispatchKey::CPU;
 }
 
-bool records_gradients(const Stack& stack) {
-    if (!c10::GradMode::is_enabled()) return false;
+// A gradient would be recorded, or a tangent (of forward mode, in its one level) is to be taken along.
+bool differentiated(const IValue& value, bool records) {
+    if (!value.isTensor()) return false;
+    const TensorImpl* tensor = value.unsafeToTensorImpl();
+    return (records && tensor->requires_grad()) || value.toTensor()._fw_grad(0).defined();
+}
+
+bool has_gradients(const Stack& stack) {
+    const bool records = c10::GradMode::is_enabled();
     for (size_t i = 0; i < TENSORS; i++) {
         const IValue& value = torch::jit::peek(stack, i, ARGUMENTS);
-        if (value.isTensor() && value.unsafeToTensorImpl()->requires_grad()) return true;
+        if (differentiated(value, records)) return true;
         if (!value.isList()) continue;
         for (const IValue& each : value.toListRef())
-            if (each.isTensor() && each.unsafeToTensorImpl()->requires_grad()) return true;
+            if (differentiated(each, records)) return true;
     }
     return false;
 }
 
 void above_autograd(const c10::OperatorHandle&, c10::DispatchKeySet keys, Stack* stack) {
-    const bool ours = is_plain(keys) && !records_gradients(*stack);
+    const bool ours = is_plain(keys) && !has_gradients(*stack);
     if (!ours || !fast(stack)) slow(keys, stack, ours);
 }
 void below_autograd(const c10::OperatorHandle&, c10::DispatchKeySet keys, Stack* stack) {
