@@ -153,10 +153,8 @@ def _call(emitter: Emitter, site: Site, target: str, context: str) -> Node:
     if layer.ranks is not None:
         if layer.quant is not None:
             raise Conflict(f"experts quantised as {layer.quant.scheme} have no operator that communicates")
-        operator, where = (
-            torch.ops.moefuse.mega_moe.ep,
-            emitter.call(torch.ops.moefuse.ep_context.default, context),
-        )
+        operator = torch.ops.moefuse.mega_moe.ep
+        where = emitter.call(torch.ops.moefuse.ep_context.default, context)
     slots: Dims = (layer.tokens, layer.slots)
     inner = frozenset(layer.inner)
     x = emitter.tensor(layer.x, (layer.tokens, layer.hidden))
@@ -193,10 +191,9 @@ def _call(emitter: Emitter, site: Site, target: str, context: str) -> Node:
         "activation_dtype": spec.activation_dtype,
         "product_dtype": spec.product_dtype,
         "output_dtype": spec.output_dtype,
-        "target": target,
     }
     if layer.quant is not None:
-        return _quant_call(emitter, layer.quant, spec, operands, constants)
+        return _quant_call(emitter, layer.quant, spec, operands, {**constants, "target": target})
     return emitter.call(
         operator,
         *operands,
@@ -206,6 +203,7 @@ def _call(emitter: Emitter, site: Site, target: str, context: str) -> Node:
         row_norm=spec.row_norm,
         row_norm_eps=spec.row_norm_eps,
         num_identity_experts=spec.num_identity_experts,
+        target=target,
     )
 
 
