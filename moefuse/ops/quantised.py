@@ -79,6 +79,10 @@ def check_quantised(operands: Operands, options: Options, quantisation: Quantisa
             f"mega_moe.quant: quant: expected one of {sorted(SCHEMES)}, got {quantisation.quant!r}"
         )
     weight_bits, row_bits = SCHEMES[quantisation.quant]
+    for name in ("hidden_dtype", "rows_dtype"):
+        dtype = getattr(quantisation, name)
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"mega_moe.quant: {name}: expected a floating point dtype, got {dtype}")
     for name, value, wanted in (
         ("weight_position", options.weight_position, "output"),
         ("row_norm", options.row_norm, "none"),

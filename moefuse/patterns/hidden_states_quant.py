@@ -73,6 +73,31 @@ def plain_axes(group: Group) -> tuple[Axis, ...]:
     return axes
 
 
+def stored(lift: Lifting, tensor: Node) -> Fact:
+    """The fact of a weight, a scale, ..., opaque where integers were cast: they mean what their dtype says.
+
+    A float32 in the bits of an int64, say, which a cast by value takes for a large number.
+    """
+    fact = lift.fact(tensor)
+    if not isinstance(fact.expr, Leaf) or value(fact.expr.node).dtype == value(tensor).dtype:
+        return fact
+    dims: Dims = tuple(() if sizes.is_one(size) else (Axis(size),) for size in value(tensor).shape)
+    return Fact(Leaf(tensor, dims), dims)
+
+
+def demand_unrounded(product: Fact) -> None:
+    """Demand that scales which come after an integer product find its sums: the fused node rounds after all scales."""
+    expr = product.expr
+    if not isinstance(expr, QuantDot) or expr.dtype == torch.float32:
+        return
+    scaled = isinstance(expr.b, Dequant) and expr.b.scale is not None
+    scaled |= isinstance(expr.a, Quantised) and expr.a.scaled
+    if expr.dtype != torch.int32 or scaled or expr.assist is not None:
+        raise Conflict(
+            f"the product `{expr.node.name}` is rounded to {expr.dtype} before all of its scales came"
+        )
+
+
 def by_row(product: Fact, scale: Fact, scale_node: Node) -> Fact:
     """The product times a scale per row: right only for the scales of the rows that were multiplied."""
     expr = product.expr
@@ -105,7 +130,7 @@ def _belongs(scale: RowScale, integers: Quantised) -> bool:
 
 def by_channel(lift: Lifting, product: Fact, scale_node: Node, groups_node: Node | None) -> Fact:
     """An integer product times scale[expert, channel]; groups_node: the rows per expert, which says whose row it is."""
-    expr, scale = product.expr, lift.fact(scale_node)
+    expr, scale = product.expr, stored(lift, scale_node)
     if not isinstance(expr, QuantDot) or not isinstance(expr.b, Dequant) or expr.b.scale is not None:
         raise Conflict(
             "a product is multiplied by a scale per channel that is no product of integers", scale_node
@@ -241,13 +266,15 @@ def npu_dequant_swiglu_quant(lift: Lifting, node: Node) -> Outcome:
     _demand_dynamic(options.get("quant_mode", 0), plain, node)
     if options.get("activate_dim") not in (None, -1):
         raise Conflict("a gated activation over rows")
-    groups = options.get("group_index")
+    product, groups = rows, options.get("group_index")
     if (scale := options.get("weight_scale")) is not None:
         rows = by_channel(lift, rows, scale, groups)
     elif groups is not None:
         demand_groups(lift, rows, groups)
     if (per_row := options.get("activation_scale")) is not None:
         rows = by_row(rows, lift.fact(per_row), per_row)
+    if rows is not product:
+        demand_unrounded(product)
     return quantise(_activated(rows, options), 8, torch.float32)
 
 

@@ -83,10 +83,14 @@ def quantisation(
         )
     if len(hidden := {one.dtype for one in firsts}) != 1:
         raise Conflict(f"gate and up GEMM are rounded differently: {', '.join(sorted(map(str, hidden)))}")
+    for dtype in (*hidden, second.dtype):
+        if not dtype.is_floating_point:
+            raise Conflict(f"an expert GEMM is rounded to {dtype} after its scales")
     for one in firsts:
         _demand_beside(one, inner, whole=False)
     _demand_beside(second, features, whole=True)
     first, last = known[: len(firsts)], known[-1]
+    _demand_shared(first, one_tensor)
     parts = first[:1] if one_tensor else first
     return LayerQuant(
         scheme=schemes[0],
@@ -137,6 +141,17 @@ def _demand_groups(one: Linear, integers: Integers) -> None:
             raise Conflict(f"`{leaf.node.name}` has other groups of inputs than the scale")
         if group:
             demand_whole(leaf, group)
+
+
+def _demand_shared(firsts: Sequence[Integers], one_tensor: bool) -> None:
+    """Demand that gate and up are quantised alike: with the very same tensors where they share a weight."""
+    if len({one.offset is None for one in firsts}) > 1:
+        raise Conflict("only one of gate and up has an offset")
+    owned = {(one.scale.node, one.offset.node if one.offset is not None else None) for one in firsts}
+    groups = [sizes.product(axis.size for axis in one.group) for one in firsts]
+    alike = len(owned) == 1 and all(sizes.same(groups[0], count) for count in groups)
+    if one_tensor and not alike:
+        raise Conflict("gate and up have different scales or offsets but share a weight")
 
 
 def _same(leaf: Leaf, weight: Leaf, channels: tuple[Axis, ...]) -> bool:

@@ -31,16 +31,17 @@ from moefuse.patterns.facts import (
 )
 from moefuse.patterns.finalize_routing import accumulated, weighted_rows
 from moefuse.patterns.grouped_matmul import grouped, row_order
-from moefuse.patterns.hidden_states_quant import PACKED, by_row, gated, plain_axes, quantise
+from moefuse.patterns.hidden_states_quant import PACKED, by_row, gated, plain_axes, quantise, stored
 from moefuse.patterns.quantised import Dequant, QuantDot, Quantised
 from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
 from moefuse.patterns.unify import Unifier, bind
 
-_PLAIN_OPTIONS: dict[str, tuple[Any, ...]] = {
-    "group_type": (0,),
-    "split_item": (2, 3),
-    "act_type": (0, None),
+_PLAIN_OPTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "group_type": (None, (0,)),
+    "split_item": (0, (2, 3)),
+    "act_type": (0, (0, None)),
 }
+"""(the default in the schema, what there is a rule for)."""
 _NO_RULE = (
     *("offset", "activation_input", "activation_quant_scale", "activation_quant_offset"),
     *(
@@ -62,9 +63,9 @@ def npu_grouped_matmul(lift: Lifting, node: Node) -> Outcome:
     (x, *more), weights = argument(node, 0), argument(node, 1)
     options: dict[str, Any] = dict(node.kwargs)
     _demand_rules(options)
-    for name, allowed in _PLAIN_OPTIONS.items():
-        if options.get(name, 0) not in allowed:
-            raise Conflict(f"a grouped GEMM with {name}={options.get(name)}")
+    for name, (default, allowed) in _PLAIN_OPTIONS.items():
+        if (given := options.get(name, default)) not in allowed:
+            raise Conflict(f"a grouped GEMM with {name}={given}")
     if more or not isinstance(options.get("group_list"), Node):
         raise Conflict("a grouped GEMM of several inputs, or without a tensor of group sizes")
     groups = _groups(lift, options["group_list"], options.get("group_list_type", 0))
@@ -250,25 +251,15 @@ def _unpacked(weight: Fact) -> Fact:
 def _of_experts(lift: Lifting, tensors: Sequence[Node]) -> Fact:
     """One tensor with the experts first: the one of the list, the one it is unbound from, or the list as it is."""
     if len(tensors) == 1:
-        return _stored(lift, tensors[0])
+        return stored(lift, tensors[0])
     if (whole := _unbound(tensors)) is not None:
-        return _stored(lift, whole)
+        return stored(lift, whole)
     shapes = {tuple(value(tensor).shape) for tensor in tensors}
     if len(shapes) != 1:
         raise Conflict(f"a grouped GEMM with tensors of different shapes: {sorted(shapes)}", tensors[0])
     (shape,) = shapes
     groups: Dims = tuple(() if sizes.is_one(size) else (Axis(size),) for size in (len(tensors), *shape))
     return Fact(Table(tuple(tensors), groups), groups)
-
-
-def _stored(lift: Lifting, tensor: Node) -> Fact:
-    """The fact of a tensor, opaque where it was cast: integers of a weight or a scale mean what their dtype says."""
-    fact = lift.fact(tensor)
-    cast = isinstance(fact.expr, Leaf) and value(fact.expr.node).dtype != value(tensor).dtype
-    if cast and not value(tensor).is_floating_point():
-        dims: Dims = tuple(() if sizes.is_one(size) else (Axis(size),) for size in value(tensor).shape)
-        return Fact(Leaf(tensor, dims), dims)
-    return fact
 
 
 def _unbound(tensors: Sequence[Node]) -> Node | None:

@@ -35,8 +35,9 @@ def judge(
     graph_module: GraphModule,
     inputs: Sequence[Sequence[Any]],
     rewrite: Callable[[GraphModule], Any] | None = None,
+    rtol: float | None = None,
 ) -> Verdict:
-    """Rewrite the graph, compare on every set of inputs for which the graph itself is defined."""
+    """Rewrite the graph, compare on every set of inputs for which the graph itself is defined; rtol: see `compare`."""
     usable = [values for values in inputs if _defined(graph_module, values)]
     if not usable:
         return Verdict("undefined")
@@ -48,7 +49,7 @@ def judge(
         return Verdict("wrong", f"the rewrite raised {type(error).__name__}: {error}")
     for values in usable:
         try:
-            outcome = compare(graph_module, result.graph_module, values, result.report)
+            outcome = compare(graph_module, result.graph_module, values, result.report, rtol=rtol)
         except Exception as error:
             return Verdict("wrong", f"the rewritten graph raised {type(error).__name__}: {error}")
         if outcome.difference:

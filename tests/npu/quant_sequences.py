@@ -327,6 +327,9 @@ class Case(NamedTuple):
         return weights(self.scheme, self.groups)
 
 
+ROUNDED = ("w8a8_swiglustep", "w8a8_gelu_and_mul")
+"""Activations written out in bfloat16, a rounding per operator."""
+
 CASES: dict[str, Case] = {
     **{
         layer.__name__: Case(layer, "w8a8")

@@ -12,7 +12,7 @@ import moefuse
 from moefuse.testing import capture_graph
 from moefuse.testing.judge import judge, redraw
 from moefuse.testing.mutations import mutants
-from tests.npu.quant_sequences import CASES, weights
+from tests.npu.quant_sequences import CASES, ROUNDED, weights
 from tests.npu.sequences import E, K
 
 T = I = E  # noqa: E741  (as many tokens and inner features as experts)
@@ -22,7 +22,12 @@ assert T * K == H
 CHANGED = (
     *("w8a8_swiglu_dynamic_quant", "w8a8_integer_product", "w8a8_fused_first_product", "w8a8_legacy_prefill"),
     *("w8a8_tokens_quantised_first", "w8a8_fused_last_product", "w4a8", "w4a4", "w8a16", "w4a16"),
+    *ROUNDED,
 )
+
+WRITTEN_OUT = 2e-2
+"""Norm-wise, fused against unfused, where the activation is written out: its steps in bfloat16 are off by up to 2^-9
+each, which moves integers by one of 127 steps, in sums of only eight. 1.01e-2 is the worst of 646 mutants."""
 
 
 def changed(name: str, limit: int, seed: int) -> Counter[str]:
@@ -36,7 +41,9 @@ def changed(name: str, limit: int, seed: int) -> Counter[str]:
     kinds: Counter[str] = Counter()
     for mutant in mutants(captured.graph_module, limit=limit, seed=seed):
         if all(written(mutant.graph_module, values) for values in inputs):
-            verdict = judge(mutant.graph_module, inputs, rewrite)
+            verdict = judge(
+                mutant.graph_module, inputs, rewrite, rtol=WRITTEN_OUT if name in ROUNDED else None
+            )
             assert verdict.kind != "wrong", f"{mutant.kind}: {mutant.detail}\n{verdict.reason}"
             kinds[verdict.kind] += 1
     return kinds

@@ -29,10 +29,10 @@ T = I = E  # noqa: E741
 H = 2 * I
 
 
-def operands(scheme: str = "w8a8") -> tuple[Tensor, ...]:
+def operands(scheme: str = "w8a8", groups: int = 1) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
     x, logits = torch.randn(T, H, generator=generator).bfloat16(), torch.randn(T, E, generator=generator)
-    return (x, logits, *weights(scheme, 1, 0, H, I))
+    return (x, logits, *weights(scheme, groups, 0, H, I))
 
 
 def why(graph_module: GraphModule) -> str:
@@ -245,6 +245,9 @@ def test_a_sequence_that_means_something_else(case: str) -> None:
 
 # --- arguments that no kernel here has, set in a captured graph ---------------------------------------------
 
+DROPPED = object()
+"""An argument that is left out: its default in the schema holds."""
+
 ARGUMENTS: tuple[tuple[str, str, str, Any, str], ...] = (
     ("w8a8_dequant_swiglu_quant", "npu_moe_init_routing_v2", "quant_mode", 0, "with quant_mode=0"),
     ("w8a8_dequant_swiglu_quant", "npu_moe_init_routing_v2", "quant_mode", 3, "with quant_mode=3"),
@@ -328,6 +331,9 @@ ARGUMENTS: tuple[tuple[str, str, str, Any, str], ...] = (
         "a shared expert's",
     ),
     ("w8a8_fused_last_product", "npu_grouped_matmul_finalize_routing", "row_index", None, "or row_index"),
+    ("w8a8_swiglu_dynamic_quant", "npu_grouped_matmul", "group_type", None, "with group_type=None"),
+    ("w8a8_swiglu_dynamic_quant", "npu_grouped_matmul", "group_type", DROPPED, "with group_type=None"),
+    ("w8a8_swiglu_dynamic_quant", "npu_grouped_matmul", "split_item", DROPPED, "with split_item=0"),
     ("w4a8", "npu_grouped_matmul", "bias", None, "without the bias that makes up for its 8"),
     ("w8a16", "npu_grouped_matmul", "antiquant_scale", None, "without antiquant_scale"),
     ("w8a16", "npu_grouped_matmul", "scale", ["w"], "of torch.bfloat16 rows and integer weights with scale"),
@@ -343,7 +349,9 @@ def test_an_argument_that_has_no_rule(
     node = next(n for n in graph_module.graph.nodes if str(n.target) == f"npu.{operator}.default")
     tensor = next(n for n in graph_module.graph.nodes if n.op == "placeholder")
     given: Any = [tensor] if value == ["w"] else tensor if value == "w" else value
-    node.kwargs = {**node.kwargs, argument: given}
+    node.kwargs = {
+        name: each for name, each in {**node.kwargs, argument: given}.items() if each is not DROPPED
+    }
     assert reason in why(graph_module)
 
 

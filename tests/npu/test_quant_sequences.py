@@ -11,7 +11,7 @@ from moefuse.patterns.engine import lift
 from moefuse.patterns.words import words
 from moefuse.policy import decide
 from moefuse.testing import capture_graph
-from tests.npu.quant_sequences import CASES, Case, H, I, Weights
+from tests.npu.quant_sequences import CASES, ROUNDED, Case, H, I, Weights
 from tests.npu.ready import WHEEL
 from tests.npu.sequences import E, K, route
 
@@ -22,8 +22,6 @@ EQUAL, LOOP = 1e-2, 2e-2
 integers of a row by one. The loop in float64 rounds nothing to bfloat16's eight bits, and int4 has seven steps."""
 
 
-ROUNDED = ("w8a8_swiglustep", "w8a8_gelu_and_mul")
-"""Activations written out in bfloat16, a rounding per operator."""
 FIXED = ("w8a8_legacy_prefill", "w8a8_legacy_decode", "weights_alone", "w8a8_fused_last_product")
 """Their token count is a number of the graph."""
 

@@ -203,6 +203,11 @@ REFUSED: dict[str, tuple[tuple[tuple[Any, ...], dict[str, Any]], str]] = {
     ),
     "an offset": (changed("w8a8", 10, [torch.ones(E, 2 * I)]), "weight_offsets1: w8a8 takes none"),
     "no assist": (changed("w4a8", 7, []), "bias2: w4a8 needs the one that makes up for its 8"),
+    "integer hidden rows": (
+        changed("w8a8", 0, None, hidden_dtype=torch.int32),
+        "hidden_dtype: expected a floating point dtype, got torch.int32",
+    ),
+    "integer rows": (changed("w8a8", 0, None, rows_dtype=torch.int8), "rows_dtype: expected a floating"),
     "two ranks": (changed("w8a8", 0, None, ep_world_size=2), "weight1: expected"),
 }
 
