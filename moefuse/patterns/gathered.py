@@ -212,14 +212,15 @@ def _demand_mask(
     factor, own = 1.0, None
     silent = nobody
     if weight is not None:
-        float_source = _float_source(weight.node, place)
+        float_source = _scaled_source(weight, layer.ids, ids, place)
         numbers = every.repeat_interleave(len(_DRAWS))
-        draws = torch.tensor(_DRAWS, dtype=torch.float32).repeat(len(every))
+        double = value(float_source.node).dtype == torch.float64
+        draws = torch.tensor(_DRAWS, dtype=torch.float64 if double else torch.float32).repeat(len(every))
         results = _run(weight.node, {float_source.gathered: draws, ids.gathered: numbers}).reshape(
             len(every), -1
         )
         factor = float(results[mine][0, 0])
-        expected = (torch.tensor(_DRAWS) * factor).to(results.dtype)
+        expected = (draws[: len(_DRAWS)] * factor).to(results.dtype)
         if not all(torch.equal(row, expected) for row in results[mine]):
             raise Conflict(f"`{weight.node.name}` isn't the gathered routing weight for this rank's experts")
         silent = nobody | (results == 0).all(1)
@@ -229,21 +230,67 @@ def _demand_mask(
     return factor, own
 
 
-def _float_source(node: Node, place: Place) -> _Source:
-    stack, found = [node], dict[Node, Node]()
+def _scaled_source(weight: Leaf, ids: Leaf, id_source: _Source, place: Place) -> _Source:
+    """The gathered weights from which those of a layer are made: cast, scaled, or left out as a slot's id says.
+
+    That no more is made of a weight is read off the operators: no set of samples shows it (0, NaN, one value of many).
+    """
+    steps, stack, sources = set[Node](), [weight.node], dict[Node, Node]()
     while stack:
         here = stack.pop()
         if (source := _gathered_from(here, place)) is not None:
             if value(source).dtype.is_floating_point:
-                found[here] = source
-        elif _elementwise(here):
-            stack.extend(here.all_input_nodes)
-        else:
+                sources[here] = source
+        elif not _elementwise(here):
             raise Conflict(f"the routing weights are made by `{here.name}`, which isn't run here")
-    if len(found) != 1:
+        elif here not in steps:
+            steps.add(here)
+            stack.extend(here.all_input_nodes)
+    if len(sources) != 1:
         raise Conflict("the routing weights are not made from weights that were gathered over the same group")
-    ((gathered, source),) = found.items()
+    ((gathered, source),) = sources.items()
+    scaled = {gathered}
+    for step in sorted(steps):  # fx nodes order by their place in the graph
+        if scaled.isdisjoint(step.all_input_nodes):
+            continue
+        if not _scales(step, scaled):
+            raise Conflict(
+                f"`{step.name}` isn't the gathered routing weight for this rank's experts: more is made of it than a "
+                "cast to another float dtype, a product, or zero where the id is another rank's"
+            )
+        scaled.add(step)
+    masked = any(id_source.gathered in step.all_input_nodes for step in steps)
+    if masked and (weight.index != ids.index or not _same_shape(weight.node, id_source.gathered)):
+        raise Conflict(f"`{weight.node.name}` isn't indexed as the ids by which slots are left out")
+    if not _same_shape(weight.node, gathered):
+        raise Conflict(f"`{weight.node.name}` isn't one routing weight for each one that was gathered")
     return _Source(source, gathered)
+
+
+_SCALED_BY: dict[str, tuple[int, ...]] = {
+    "aten::_to_copy": (0,),
+    "aten::clone": (0,),
+    "aten::mul": (0, 1),
+    "aten::div": (0,),
+    "aten::where": (1, 2),
+    "aten::masked_fill": (0,),
+}
+"""Operators that keep, scale or replace a routing weight, with the arguments that it may be."""
+
+
+def _scales(step: Node, scaled: set[Node]) -> bool:
+    """True where a step gives each weight times a factor, or a number instead of it, by the slot's id alone."""
+    name, places = op_name(step), [i for i, arg in enumerate(step.args) if arg in scaled]
+    if not value(step).dtype.is_floating_point or not set(places) <= set(_SCALED_BY.get(name, ())):
+        return False
+    if step.kwargs.get("rounding_mode") or not scaled.isdisjoint(step.kwargs.values()):
+        return False
+    return len(places) == 1 or name == "aten::where"
+
+
+def _same_shape(a: Node, b: Node) -> bool:
+    pair = value(a).shape, value(b).shape
+    return len(pair[0]) == len(pair[1]) and all(map(sizes.same, *pair))
 
 
 def _run(node: Node, known: dict[Node, Tensor]) -> Tensor:

@@ -110,12 +110,62 @@ class WeightsChanged(Gathered):
         return ids, weights.clamp(max=0.5)
 
 
+class NoZeros(Gathered):
+    """Weights that no sample shows: a weight of zero counts as one."""
+
+    def mask(self, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().mask(ids, torch.where(weights == 0, 1.0, weights))
+
+
+class NoNaN(Gathered):
+    def mask(self, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, weights = super().mask(ids, weights)
+        return ids, torch.nan_to_num(weights)
+
+
+class Unweighted(Gathered):
+    """Rows of chosen experts are added up as they are."""
+
+    def mask(self, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, weights = super().mask(ids, weights)
+        return ids, weights != 0
+
+
+class WholeNumbers(Gathered):
+    def mask(self, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, weights = super().mask(ids, weights * 3)
+        return ids, weights.int()
+
+
+class Squared(Gathered):
+    def mask(self, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, masked = super().mask(ids, weights)
+        return ids, masked * weights
+
+
+class ByProduct(Gathered):
+    """The same layer as `Gathered`, its mask a factor, in float64 on the way."""
+
+    def mask(self, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first = self.rank * self.local
+        mine = (ids >= first) & (ids < first + self.local)
+        weights = (weights.double() * 2 * mine / 2).float().masked_fill(ids < 0, 0.0)
+        return torch.where(mine, ids - first, 0), weights
+
+
+def test_a_mask_may_be_a_factor() -> None:
+    with fake_ep_group(2, 1):
+        (layer,) = planned(ByProduct(1, 2)).layers
+    assert layer.spec is not None
+    assert layer.spec.ep_world_size == 2, layer.comm
+
+
 @pytest.mark.parametrize(
     ("form", "reason"),
     [
         (NotLeftOut, "slots of other ranks' experts are not left out"),
         (OneTooMany, "slots of other ranks' experts are not left out"),
-        (WeightsChanged, "isn't the gathered routing weight"),
+        *((form, "isn't the gathered routing weight") for form in (WeightsChanged, NoZeros, NoNaN, Squared)),
     ],
 )
 def test_gathered_tokens_that_are_not_masked_right_stay_gathered(form, reason) -> None:
@@ -127,6 +177,17 @@ def test_gathered_tokens_that_are_not_masked_right_stay_gathered(form, reason) -
     assert layer.spec is not None
     assert (layer.fused, layer.spec.ep_world_size) == (True, 1)
     assert sorted(set(collectives(result))) == ["all_gather_into_tensor", "reduce_scatter_tensor"]
+
+
+@pytest.mark.parametrize("form", [Unweighted, WholeNumbers])
+def test_weights_that_are_no_floats_any_more_are_not_those_that_were_gathered(form) -> None:
+    with fake_ep_group(2, 1):
+        result = planned(form(1, 2))
+    (layer,) = result.layers
+    assert "isn't the gathered routing weight" in layer.comm
+    assert layer.spec is not None
+    assert layer.spec.ep_world_size == 1
+    assert len(collectives(result)) == 4
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
