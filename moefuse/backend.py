@@ -29,8 +29,9 @@ from moefuse.inner import choose, compile_inner
 from moefuse.ops import loop_markers
 from moefuse.options import OptionError, Options
 from moefuse.passes import pipeline
+from moefuse.passes.agree import AgreementError, weights_of
 from moefuse.passes.pipeline import FuseResult, RejectedError
-from moefuse.passes.plan_comm import AgreementError, Contact, weights_of
+from moefuse.passes.plan_comm import Contact
 from moefuse.passes.verify import Checker, VerifyError, tolerance
 from moefuse.patterns.markers import UnprovedError
 from moefuse.report.journal import JOURNAL

@@ -5,7 +5,7 @@ replaced. A site is replaced at its earliest complete node; what follows (views,
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
@@ -271,6 +271,38 @@ def travels(site: Site) -> set[Node]:
             found.add(node)
             stack.extend(node.all_input_nodes)
     return {node for node in found if op_name(node).startswith("_c10d_functional::")}
+
+
+def outliving(site: Site) -> set[Node]:
+    """Those of `travels` that stay when the site's node is replaced: what they give is read beside the layer too."""
+    gone, region, rows, counts = travels(site), _region(site), set(expert_rows(site)), Counts(site)
+
+    def stops(node: Node, user: Node) -> bool:
+        """True for a reader that goes with the layer: `_resize` and `_drop_size_asserts` see to it."""
+        name = op_name(user)
+        if name == "aten::_assert_scalar":
+            return counts.holds(user)
+        return (
+            user is site.node
+            or (name == "aten::sym_size" and node in rows)
+            or (name == "aten::_assert_tensor_metadata" and node in region)
+        )
+
+    return {node for node in gone if _reaches_what_stays(node, stops, gone)}
+
+
+def _reaches_what_stays(start: Node, stops: Callable[[Node, Node], bool], gone: set[Node]) -> bool:
+    seen, stack = set[Node](), [start]
+    while stack:
+        node = stack.pop()
+        for user in node.users:
+            if user in seen or stops(node, user):
+                continue
+            if user.op == "output" or (user.is_impure() and user not in gone):
+                return True
+            seen.add(user)
+            stack.append(user)
+    return False
 
 
 def escaping(site: Site) -> tuple[Node, Node] | None:

@@ -17,10 +17,11 @@ from moefuse import policy
 from moefuse.graph.source import source_of
 from moefuse.options import Options
 from moefuse.passes import plan_comm
+from moefuse.passes.agree import AgreementError
 from moefuse.passes.canonicalize import canonicalize
 from moefuse.passes.fuse import escaping, fuse_site, travels
 from moefuse.passes.lift import Candidate, find
-from moefuse.passes.plan_comm import Agreed, AgreementError, Contact
+from moefuse.passes.plan_comm import Agreed, Contact
 from moefuse.passes.record import Recorder, Recording
 from moefuse.passes.streams import crossing, off_stream
 from moefuse.passes.unmark import clear, demand_fused, prove
@@ -112,7 +113,7 @@ def _run(
     with _timed(result.seconds, "plan_comm"):
         for candidate in candidates:
             _complete(candidate, options, training)
-        comm = plan_comm.plan(graph, forms, options, contact)
+        comm = plan_comm.plan(graph, forms, options, contact, training)
         result.contexts = comm.contexts
     with _timed(result.seconds, "fuse"), _kept_promise(comm.contexts):
         # From the last to the first: what a later layer reads may be the very node that an earlier one replaces.

@@ -1,36 +1,22 @@
 """Layers whose experts are spread over ranks: which become nodes that communicate, decided by all ranks alike.
 
 In: the candidates of a graph, each judged by the policy on facts that are equal on all ranks. Out: a `Plan`: the name
-of a context for each layer that all ranks fuse, a reason for every other one. A rank that fused alone would wait for
-ever, so the ranks tell each other, once per frame, what they would do; one "no" is everybody's. Contexts are made here,
-before the first forward, one for all layers of the same sizes. A frame that is compiled anew asks nobody: what was
-agreed on holds.
+of a context for each layer that all ranks fuse (`agree`), a reason for every other one.
 """
 
-import json
-import logging
-import weakref
 import zlib
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch._guards import CompileContext
 from torch.fx import Graph, Node
-from torch.utils.weak import WeakIdKeyDictionary
 
-from moefuse import policy, targets
-from moefuse.comm import Capacity, CommError, context_for
-from moefuse.comm.plans import tell_all, what_all_want
-from moefuse.graph.groups import Place, group_of, place_in
-from moefuse.ops.ep_context import provide
-from moefuse.ops.spec import MoeSpec
+from moefuse import policy
+from moefuse.graph.groups import Place, place_in
 from moefuse.options import Options
-from moefuse.passes.fuse import escaping, why_not
+from moefuse.passes.agree import Wish, contexts_of, settled
+from moefuse.passes.fuse import escaping, outliving, travels, why_not
 from moefuse.passes.lift import MOVES, Candidate
 from moefuse.passes.streams import crossing, off_stream
 from moefuse.patterns.facts import Const, Op
@@ -42,9 +28,6 @@ from moefuse.patterns.site import Site
 from moefuse.policy import Decision
 from moefuse.policy.spread import SpreadLayer, Terms
 from moefuse.report.model import ContextReport
-from moefuse.targets.base import Opened
-
-log = logging.getLogger("moefuse")
 
 MC2 = (DISPATCH, f"{DISPATCH}_v2")
 """Ascend's operators that send rows to other ranks."""
@@ -57,10 +40,6 @@ DISPATCHES = (torch.ops._c10d_functional.all_to_all_single.default,)
 
 SUMS = (torch.ops._c10d_functional.all_reduce.default,)
 """Collectives that add up what the experts of all ranks give for the same tokens."""
-
-
-class AgreementError(RuntimeError):
-    """A frame compiled anew isn't what the ranks agreed on: going on would leave the other ranks waiting."""
 
 
 class Agreed(NamedTuple):
@@ -83,27 +62,6 @@ class Plan:
 
     agreed: dict[int, Agreed]
     contexts: list[ContextReport] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _Wish:
-    """What this rank would do with one candidate. digest: of what the layer computes, "" where it isn't to be fused."""
-
-    candidate: int
-    layer: str
-    place: Place
-    decision: Decision | None = None
-    digest: str = ""
-    capacity: Capacity | None = None
-    check: str = ""
-    reason: str = ""
-    spec: MoeSpec | None = None
-
-    @property
-    def context(self) -> str:
-        """The name of its context, equal in all processes: a compiled graph may come from a cache."""
-        assert self.capacity is not None
-        return json.dumps({"group": self.place.name, **self.capacity.to_dict()}, separators=(",", ":"))
 
 
 @dataclass(frozen=True)
@@ -161,7 +119,9 @@ def _reaches(node: Node, targets: Sequence[Any]) -> Node | None:
     return None
 
 
-def plan(graph: Graph, forms: Sequence[Form], options: Options, contact: Contact) -> Plan:
+def plan(
+    graph: Graph, forms: Sequence[Form], options: Options, contact: Contact, training: bool = False
+) -> Plan:
     """Decide on all candidates whose rows travel. Collective where contact is "ask" and there are such candidates.
 
     Raises AgreementError, see there.
@@ -173,7 +133,7 @@ def plan(graph: Graph, forms: Sequence[Form], options: Options, contact: Contact
     ]
     refusals: dict[Place, tuple[str, str]] = {}
     if contact == "ask":
-        refusals = _settled([*wishes, *_unproved(forms, options)], options)
+        refusals = settled([*wishes, *_unproved(forms, options)], options, training)
     elif contact == "refuse":
         why = "a pass alone makes no contexts: torch.compile(model, backend='moefuse') does"
         refusals = {wish.place: ("ep_context", why) for wish in wishes}
@@ -182,11 +142,11 @@ def plan(graph: Graph, forms: Sequence[Form], options: Options, contact: Contact
         check, reason = (wish.check, wish.reason) if wish.reason else refusals.get(wish.place, ("", ""))
         result.agreed[wish.candidate] = Agreed(wish.decision, "" if reason else wish.context, check, reason)
     if contact == "ask":
-        result.contexts = _contexts([wish for wish in wishes if result.agreed[wish.candidate].context])
+        result.contexts = contexts_of([wish for wish in wishes if result.agreed[wish.candidate].context])
     return result
 
 
-def _wish(graph: Graph, number: int, candidate: Candidate, options: Options) -> _Wish:
+def _wish(graph: Graph, number: int, candidate: Candidate, options: Options) -> Wish:
     """Yes, where policy, region and operator allow it."""
     site = candidate.site
     assert site is not None
@@ -199,7 +159,7 @@ def _wish(graph: Graph, number: int, candidate: Candidate, options: Options) -> 
             f"with this one as rank {ranks.rank}"
         )
         nowhere = Place(ranks.group, ranks.world, ranks.rank, False)
-        return _Wish(number, candidate.layer, nowhere, check="ep_context", reason=reason)
+        return Wish(number, candidate.layer, nowhere, check="ep_context", reason=reason)
     terms = Terms(place.name, options.ep_group, options.ep_max_tokens)
     decision = policy.decide_spread(site.spec, terms, target=options.target)
     check, reason = decision.verdict.check, decision.verdict.reason
@@ -221,15 +181,19 @@ def _wish(graph: Graph, number: int, candidate: Candidate, options: Options) -> 
     elif decision.ok and (why := why_not(graph, site, decision.target)):
         check, reason = "emit", why
     if reason:
-        return _Wish(number, candidate.layer, place, decision, check=check, reason=reason)
+        return Wish(number, candidate.layer, place, decision, check=check, reason=reason)
     capacity = SpreadLayer.of(site.spec, decision.target, terms).capacity()
-    return _Wish(number, candidate.layer, place, decision, _digest(site), capacity, spec=site.spec)
+    return Wish(number, candidate.layer, place, decision, _digest(site), capacity, spec=site.spec)
 
 
 def _digest(site: Site) -> str:
-    """Equal for layers that compute the same, but for the values of tensors. Numbers in the graph are part of it."""
-    layer = site.layer
-    parts: list[object] = [site.spec]
+    """Equal for layers that compute the same, but for the values of tensors. Numbers in the graph are part of it.
+
+    So is which of its collectives stay: all ranks have to run them.
+    """
+    layer, staying = site.layer, outliving(site)
+    sent = [node for node in sorted(travels(site)) if op_name(node) != "_c10d_functional::wait_tensor"]
+    parts: list[object] = [site.spec, [(op_name(n), i) for i, n in enumerate(sent) if n in staying]]
     for expr in (layer.x, *layer.weights):
         for part in walk(expr):
             if isinstance(part, Const):
@@ -241,138 +205,14 @@ def _digest(site: Site) -> str:
     return f"{zlib.crc32(repr(parts).encode()):08x}"
 
 
-def _unproved(forms: Sequence[Form], options: Options) -> list[_Wish]:
+def _unproved(forms: Sequence[Form], options: Options) -> list[Wish]:
     """What looks like a layer whose rows travel, and isn't proved to be one: the other ranks have to hear of it."""
     return [
-        _Wish(number, form.candidate.layer, place, check="lift", reason=form.reason)
+        Wish(number, form.candidate.layer, place, check="lift", reason=form.reason)
         for number, form in enumerate(forms)
         for place in form.places
         if form.reason and options.ep_group in ("", place.name)
     ]
-
-
-# --- agreement -------------------------------------------------------------------------------------------
-
-_agreed: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
-"""By group, by the model's first weight, by frame: the digests of the layers that all ranks fuse, None for no layer."""
-
-
-class _NoWeight:
-    """Stands for the first weight of a graph without any."""
-
-
-_NO_WEIGHT = _NoWeight()
-_first_weight: ContextVar[Any] = ContextVar("_first_weight", default=_NO_WEIGHT)
-
-
-@contextmanager
-def weights_of(inputs: Sequence[Any]) -> Iterator[None]:
-    """Inside, a graph with these inputs is compiled: layers of one class share a frame, but no weights."""
-    first = next((x for x in inputs if isinstance(x, torch.nn.Parameter)), _NO_WEIGHT)
-    token = _first_weight.set(first)
-    try:
-        yield
-    finally:
-        _first_weight.reset(token)
-
-
-def _settled(wishes: Sequence[_Wish], options: Options) -> dict[Place, tuple[str, str]]:
-    """For each group of which not all ranks fuse all of these layers: the check and the reason why none does."""
-    by_group: dict[Place, list[_Wish]] = {}
-    for wish in wishes:
-        if wish.place.live:
-            by_group.setdefault(wish.place, []).append(wish)
-    answers = {place: _agree(place, own, options) for place, own in by_group.items()}
-    return {place: refusal for place, refusal in answers.items() if refusal is not None}
-
-
-def _agree(place: Place, wishes: list[_Wish], options: Options) -> tuple[str, str] | None:
-    group = group_of(place.name)
-    models = _agreed.setdefault(group, WeakIdKeyDictionary())
-    digests = [wish.digest for wish in wishes]
-    compiled = CompileContext.current_compile_id()
-    frame = compiled.frame_id if compiled is not None and compiled.frame_id is not None else -1
-    if (
-        compiled is None or not compiled.frame_compile_id
-    ):  # its first compilation: what was before is another program's
-        for frames in list(models.values()):
-            frames.pop(frame, None)
-    known = models.setdefault(_first_weight.get(), {})
-    if frame in known:
-        before = known[frame]
-        if before is None:
-            return "ep_agreement", "the ranks agreed not to fuse when this frame was compiled first"
-        if before != digests:
-            odd = next((wish.reason for wish in wishes if wish.reason), "another layer")
-            raise AgreementError(
-                f"compiled anew for other sizes, the expert-parallel layers of a frame aren't those that all ranks "
-                f"fused before ({odd}). Mark the number of tokens as dynamic (torch._dynamo.mark_dynamic, dynamic=True)"
-            )
-        return None
-    known[frame] = None
-    refusal = _asked(group, place, wishes, options)
-    if refusal is None:
-        known[frame] = digests
-    return refusal
-
-
-def _asked(group: Any, place: Place, wishes: list[_Wish], options: Options) -> tuple[str, str] | None:
-    """Ask the other ranks; where all say yes, make the contexts."""
-    mine = [[wish.layer, wish.digest, wish.reason] for wish in wishes]
-    said = {"layers": mine, "mode": options.mode}
-    if (own := next((wish for wish in wishes if wish.reason), None)) is not None:
-        tell_all(group, said)
-        return "ep_agreement", f"rank {place.rank} doesn't fuse {own.layer or '(root)'}: {own.reason}"
-    try:
-        everyone = what_all_want(group, said)
-        for rank, theirs in enumerate(everyone):
-            for layer, digest, reason in theirs["layers"]:
-                if not digest:
-                    return "ep_agreement", f"rank {rank} doesn't fuse {layer or '(root)'}: {reason}"
-        for rank, theirs in enumerate(everyone):
-            if theirs != everyone[0]:
-                return "ep_agreement", f"rank {rank} has other layers in this graph than rank 0"
-        for wish in {wish.context: wish for wish in wishes}.values():
-            _opened(group, wish)
-    except CommError as error:
-        log.warning("no expert-parallel layer of this graph is fused: %s", error)
-        return "ep_context", str(error)
-    return None
-
-
-# --- contexts --------------------------------------------------------------------------------------------
-
-
-def _contexts(wishes: Sequence[_Wish]) -> list[ContextReport]:
-    """Provide the contexts of the layers that are fused, and report them."""
-    layers = Counter(wish.context for wish in wishes)
-    reports: dict[str, ContextReport] = {}
-    for wish in wishes:
-        if wish.context in reports or not wish.place.live or wish.capacity is None:
-            continue
-        context = _opened(group_of(wish.place.name), wish)
-        provide(wish.context, context.tensor)
-        reports[wish.context] = ContextReport(
-            wish.place.name,
-            wish.place.world,
-            context.transport,
-            context.bytes,
-            wish.capacity.max_tokens_per_rank,
-            layers[wish.context],
-        )
-    return list(reports.values())
-
-
-def _opened(group: Any, wish: _Wish) -> Opened:
-    """A layer's context, made or found: of the target, where that communicates itself."""
-    assert wish.capacity is not None
-    assert wish.spec is not None
-    assert wish.decision is not None
-    target = targets.get(wish.decision.target)
-    if target.communicates:
-        return target.open_context(group, wish.capacity, wish.spec)
-    context = context_for(group, wish.capacity)
-    return Opened(context.tensor, context.transport, context.bytes)
 
 
 def share(graph: Graph) -> None:

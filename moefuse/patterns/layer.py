@@ -111,6 +111,8 @@ def describe(
     ids = chosen if isinstance(chosen, Leaf) else chosen.ids
     hidden = firsts[0].over
     tokens = _token_axes(x, hidden, ids, slots)
+    if not isinstance(chosen, Leaf | Among):
+        _demand_no_scales([*outputs, *mids, *inputs])
     position = _position(outputs, mids, inputs)
     _check_weights([*outputs, *mids, *inputs], {*tokens, *slots})
     own = _output_features(dims, tokens)
@@ -303,6 +305,15 @@ def _check_weights(weights: list[Expr], allowed: set[Axis]) -> None:
         for leaf in (e for e in walk(weight) if isinstance(e, Leaf)):
             if any(isinstance(d, Part) for g in leaf.index for d in g):
                 raise Conflict(f"only a part of the routing weights `{leaf.node.name}` is used")
+
+
+def _demand_no_scales(weights: list[Expr]) -> None:
+    """Experts on other ranks have weights and biases; a routing weight is a number of the slot's own rank."""
+    for leaf in (e for weight in weights for e in walk(weight) if isinstance(e, Leaf)):
+        if leaf.selectors:
+            raise Conflict(
+                f"`{leaf.node.name}` scales the rows of each expert, and experts are on other ranks"
+            )
 
 
 def _name(expr: Expr) -> str:

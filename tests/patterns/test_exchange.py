@@ -160,6 +160,22 @@ class OwnScale(Changed):
         return rows * self.scale
 
 
+class ExpertScale(Changed):
+    """A factor for each expert: on the rank of the expert, where no routing weight is."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.scale = torch.nn.Parameter(torch.randn(self.local, 1))
+
+    def gathered(self, rows: Tensor, ids: Tensor) -> Tensor:
+        return super().gathered(rows, ids) * self.scale[ids]
+
+
+class ExpertScaleOnTheWayIn(ExpertScale):
+    def gathered(self, rows: Tensor, ids: Tensor) -> Tensor:
+        return Changed.gathered(self, rows * self.scale[ids], ids)
+
+
 class PlacesOfAnotherRank(Changed):
     """The receiver looks up its own tokens by the places that the sender's rows have there."""
 
@@ -186,6 +202,8 @@ WRONG: dict[type[Block], str] = {
     UnsortedRows: "",
     SwappedOnTheWayBack: "isn't that of the experts of rank 0",
     OwnScale: "which each rank has for itself, takes part in the rows of all ranks",
+    ExpertScale: "scales the rows of each expert, and experts are on other ranks",
+    ExpertScaleOnTheWayIn: "scales the rows of each expert, and experts are on other ranks",
     PlacesOfAnotherRank: "",
 }
 

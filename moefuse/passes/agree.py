@@ -1,0 +1,223 @@
+"""What the ranks of a group agree on about the layers of a frame, and the contexts of those that all of them fuse.
+
+In: this rank's wishes. Out: for each group the reason why none of its layers is fused, nothing where all ranks fuse
+all of them. A rank that fused alone would wait for ever, so the ranks tell each other, once per frame, with and without
+gradients, what they would do; one "no" is everybody's. Contexts are made here, before the first forward, one for all
+layers of the same sizes. A frame that is compiled anew asks nobody: what was agreed on holds.
+"""
+
+import json
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._guards import CompileContext
+from torch.utils.weak import WeakIdKeyDictionary
+
+from moefuse import targets
+from moefuse.comm import Capacity, CommError, context_for
+from moefuse.comm.plans import tell_all, what_all_want
+from moefuse.graph.groups import Place, group_of
+from moefuse.ops.ep_context import provide
+from moefuse.ops.spec import MoeSpec
+from moefuse.options import Options
+from moefuse.policy import Decision
+from moefuse.report.model import ContextReport
+from moefuse.targets.base import Opened
+
+log = logging.getLogger("moefuse")
+
+DYNAMIC = "Mark the number of tokens as dynamic (torch._dynamo.mark_dynamic, dynamic=True)"
+
+
+class AgreementError(RuntimeError):
+    """A frame compiled anew isn't what the ranks agreed on: going on would leave the other ranks waiting."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What this rank would do with one candidate. digest: of what the layer computes, "" where it isn't to be fused."""
+
+    candidate: int
+    layer: str
+    place: Place
+    decision: Decision | None = None
+    digest: str = ""
+    capacity: Capacity | None = None
+    check: str = ""
+    reason: str = ""
+    spec: MoeSpec | None = None
+
+    @property
+    def context(self) -> str:
+        """The name of its context, equal in all processes: a compiled graph may come from a cache."""
+        assert self.capacity is not None
+        return json.dumps({"group": self.place.name, **self.capacity.to_dict()}, separators=(",", ":"))
+
+
+# --- compilations ----------------------------------------------------------------------------------------
+
+
+class _NoWeight:
+    """Stands for the first weight of a graph without any."""
+
+
+_NO_WEIGHT = _NoWeight()
+_first_weight: ContextVar[Any] = ContextVar("_first_weight", default=_NO_WEIGHT)
+
+
+@contextmanager
+def weights_of(inputs: Sequence[Any]) -> Iterator[None]:
+    """Inside, a graph with these inputs is compiled: layers of one class share a frame, but no weights."""
+    first = next((x for x in inputs if isinstance(x, torch.nn.Parameter)), _NO_WEIGHT)
+    token = _first_weight.set(first)
+    try:
+        yield
+    finally:
+        _first_weight.reset(token)
+
+
+def _frame() -> tuple[int, int]:
+    """(the number of the frame that is compiled, how often it was before)."""
+    compiled = CompileContext.current_compile_id()
+    if compiled is None or compiled.frame_id is None:
+        return -1, 0
+    return compiled.frame_id, compiled.frame_compile_id or 0
+
+
+def _spent() -> str:
+    """Why Dynamo won't compile this frame again, for whichever layer, but run it as it is; "" where it will."""
+    frame, earlier = _frame()
+    names = ("recompile_limit", "accumulated_recompile_limit")
+    limit, name = min((getattr(torch._dynamo.config, name), name) for name in names)
+    if frame < 0 or earlier + 1 < limit:
+        return ""
+    return f"torch._dynamo.config.{name} = {limit}: Dynamo would run its frame eagerly, unfused, next"
+
+
+# --- agreement -------------------------------------------------------------------------------------------
+
+_agreed: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
+"""By group, by the model's first weight, by frame and whether gradients are wanted: the digests of the layers that all
+ranks fuse, None for no layer."""
+
+
+def settled(wishes: Sequence[Wish], options: Options, training: bool) -> dict[Place, tuple[str, str]]:
+    """For each group of which not all ranks fuse all of these layers: the check and the reason why none does.
+
+    Raises AgreementError, see there.
+    """
+    spent = _spent()
+    by_group: dict[Place, list[Wish]] = {}
+    for wish in wishes:
+        if wish.place.live:
+            refused = wish.reason or not spent
+            own = wish if refused else replace(wish, digest="", check="ep_agreement", reason=spent)
+            by_group.setdefault(wish.place, []).append(own)
+    # A refusal is told, which waits for nobody; then the groups are asked, in one order on all ranks.
+    order = sorted(by_group, key=lambda place: (not any(w.reason for w in by_group[place]), place.name))
+    answers = {place: _agree(place, by_group[place], options, training) for place in order}
+    return {place: refusal for place, refusal in answers.items() if refusal is not None}
+
+
+def _agree(place: Place, wishes: list[Wish], options: Options, training: bool) -> tuple[str, str] | None:
+    group = group_of(place.name)
+    models = _agreed.setdefault(group, WeakIdKeyDictionary())
+    digests = [wish.digest for wish in wishes]
+    frame, earlier = _frame()
+    if not earlier:  # its first compilation: what was before is another program's
+        for frames in list(models.values()):
+            frames.pop((frame, False), None)
+            frames.pop((frame, True), None)
+    known = models.setdefault(_first_weight.get(), {})
+    key = (frame, training)
+    if (spent := _spent()) and any(
+        frames.get((frame, grad)) for frames in models.values() for grad in (False, True)
+    ):
+        raise AgreementError(
+            f"the other ranks would wait for expert-parallel layers of this one: {spent}. {DYNAMIC}"
+        )
+    if key in known:
+        before = known[key]
+        if before is None:
+            return "ep_agreement", "the ranks agreed not to fuse when this frame was compiled first"
+        if before != digests:
+            odd = next((wish.reason for wish in wishes if wish.reason), "another layer")
+            raise AgreementError(
+                f"compiled anew for other sizes, the expert-parallel layers of a frame aren't those that all ranks "
+                f"fused before ({odd}). {DYNAMIC}"
+            )
+        return None
+    known[key] = None
+    refusal = _asked(group, place, wishes, options)
+    if refusal is None:
+        known[key] = digests
+    return refusal
+
+
+def _asked(group: Any, place: Place, wishes: list[Wish], options: Options) -> tuple[str, str] | None:
+    """Ask the other ranks; where all say yes, make the contexts."""
+    mine = [[wish.layer, wish.digest, wish.reason] for wish in wishes]
+    said = {"layers": mine, "mode": options.mode}
+    if (own := next((wish for wish in wishes if wish.reason), None)) is not None:
+        tell_all(group, said)
+        return "ep_agreement", f"rank {place.rank} doesn't fuse {own.layer or '(root)'}: {own.reason}"
+    try:
+        everyone = what_all_want(group, said)
+        for rank, theirs in enumerate(everyone):
+            for layer, digest, reason in theirs["layers"]:
+                if not digest:
+                    return "ep_agreement", f"rank {rank} doesn't fuse {layer or '(root)'}: {reason}"
+        for rank, theirs in enumerate(everyone):
+            if theirs != everyone[0]:
+                return (
+                    "ep_agreement",
+                    f"rank {rank} has other layers in this graph than rank 0, or other readers of their collectives",
+                )
+        for wish in {wish.context: wish for wish in wishes}.values():
+            _opened(group, wish)
+    except CommError as error:
+        log.warning("no expert-parallel layer of this graph is fused: %s", error)
+        return "ep_context", str(error)
+    return None
+
+
+# --- contexts --------------------------------------------------------------------------------------------
+
+
+def contexts_of(wishes: Sequence[Wish]) -> list[ContextReport]:
+    """Provide the contexts of the layers that are fused, and report them."""
+    layers = Counter(wish.context for wish in wishes)
+    reports: dict[str, ContextReport] = {}
+    for wish in wishes:
+        if wish.context in reports or not wish.place.live or wish.capacity is None:
+            continue
+        context = _opened(group_of(wish.place.name), wish)
+        provide(wish.context, context.tensor)
+        reports[wish.context] = ContextReport(
+            wish.place.name,
+            wish.place.world,
+            context.transport,
+            context.bytes,
+            wish.capacity.max_tokens_per_rank,
+            layers[wish.context],
+        )
+    return list(reports.values())
+
+
+def _opened(group: Any, wish: Wish) -> Opened:
+    """A layer's context, made or found: of the target, where that communicates itself."""
+    assert wish.capacity is not None
+    assert wish.spec is not None
+    assert wish.decision is not None
+    target = targets.get(wish.decision.target)
+    if target.communicates:
+        return target.open_context(group, wish.capacity, wish.spec)
+    context = context_for(group, wish.capacity)
+    return Opened(context.tensor, context.transport, context.bytes)
