@@ -84,8 +84,14 @@ _Vary = Callable[[dict[str, Any]], dict[str, Any]]
 # Per module, further inputs that reach experts which the usual ones don't; each is a row of its own.
 _VARIANTS: dict[str, dict[str, _Vary]] = {"ernie4_5_vl_moe": {"image tokens": _image_tokens}}
 
-# Modules whose layers no node can do, and what their refusal must say.
-_REFUSED = {"doge": "rank one", "nllb_moe": "capacity", "switch_transformers": "capacity"}
+# Rows whose layers no node can do, and what their refusal must say.
+_REFUSED = {
+    "doge": "rank one",
+    "jetmoe/JetMoeMoA": "each expert is one product",
+    "nllb_moe": "capacity",
+    "switch_transformers": "capacity",
+    "vitpose_backbone": "each expert is one product",
+}
 
 
 def rows(styles: Sequence[Path] = ()) -> tuple[Row, ...]:
@@ -96,8 +102,8 @@ def rows(styles: Sequence[Path] = ()) -> tuple[Row, ...]:
 def _architectures() -> Iterator[Row]:
     for found in scan():
         row = Row(found.name, found.module, found.block, found.experts, found.interface)
-        if found.module in _REFUSED:
-            row = replace(row, fusable=False, reason=_REFUSED[found.module])
+        if row.name in _REFUSED:
+            row = replace(row, fusable=False, reason=_REFUSED[row.name])
         yield row
         for variant in _VARIANTS.get(row.module, ()):
             yield replace(row, name=f"{row.name}/{variant}", variant=variant)
