@@ -10,9 +10,9 @@ The same row expression `w * W2 act(W1 x)` holds for grouped, batched and NPU sp
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.fx import Node
@@ -459,76 +459,55 @@ class Inflow(Expr):
 
 
 @dataclass(frozen=True)
-class Local(Expr):
+class _OfIds(Expr):
+    """What follows from the id of a slot."""
+
+    ids: Leaf
+
+    def parts(self) -> Iterator[Expr]:
+        yield self.ids
+
+    def rebuilt(self, change: Callable[[Expr], Expr]) -> Self:
+        ids = change(self.ids)
+        assert isinstance(ids, Leaf)
+        return replace(self, ids=ids)
+
+
+@dataclass(frozen=True)
+class Local(_OfIds):
     """The number of a row's expert among those of this rank: `ids` less the first of them."""
 
-    ids: Leaf
     ranks: Ranks
-
-    def parts(self) -> Iterator[Expr]:
-        yield self.ids
-
-    def rebuilt(self, change: Callable[[Expr], Expr]) -> Expr:
-        ids = change(self.ids)
-        assert isinstance(ids, Leaf)
-        return Local(ids, self.ranks)
 
 
 @dataclass(frozen=True)
-class Block(Expr):
+class Block(_OfIds):
     """source rank * experts of a rank + `Local`, of rows that came from all ranks."""
 
-    ids: Leaf
     ranks: Ranks
-
-    def parts(self) -> Iterator[Expr]:
-        yield self.ids
-
-    def rebuilt(self, change: Callable[[Expr], Expr]) -> Expr:
-        ids = change(self.ids)
-        assert isinstance(ids, Leaf)
-        return Block(ids, self.ranks)
 
 
 @dataclass(frozen=True)
-class Spread(Expr):
+class Spread(_OfIds):
     """The number of a slot's expert among those of the rank that holds it: `ids` modulo their number.
 
     node: the operator that sent the slots there, with those of all ranks; it is the identity, besides the ids.
     """
 
-    ids: Leaf
     ranks: Ranks
     node: Node
 
-    def parts(self) -> Iterator[Expr]:
-        yield self.ids
-
-    def rebuilt(self, change: Callable[[Expr], Expr]) -> Expr:
-        ids = change(self.ids)
-        assert isinstance(ids, Leaf)
-        return Spread(ids, self.ranks, self.node)
-
 
 @dataclass(frozen=True)
-class Among(Expr):
+class Among(_OfIds):
     """The number of a slot's expert among `experts` of them: `ids` less `first`. Other slots have no row in the order.
 
     node: the operator that took them; it is the identity, besides the ids.
     """
 
-    ids: Leaf
     first: int
     experts: int
     node: Node
-
-    def parts(self) -> Iterator[Expr]:
-        yield self.ids
-
-    def rebuilt(self, change: Callable[[Expr], Expr]) -> Expr:
-        ids = change(self.ids)
-        assert isinstance(ids, Leaf)
-        return Among(ids, self.first, self.experts, self.node)
 
 
 @dataclass(frozen=True)
