@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import torch
 
@@ -26,10 +26,12 @@ try:
     import typer
 
     from moefuse.bench.command import bench
+    from moefuse.exits import CHANGED, FAILED, NOTHING, UNFUSED, USAGE, die
+    from moefuse.simulate.cli import simulate
+    from moefuse.zoo.cli import zoo
 except ImportError as error:
     raise ImportError("the moefuse command needs typer and rich: pip install 'moefuse[cli]'") from error
 
-_EXIT_FAILED, _EXIT_USAGE, _EXIT_UNFUSED, _EXIT_NOTHING, _EXIT_CHANGED = 1, 2, 3, 4, 5
 _MODES = ("auto", "on", "off")
 
 app = typer.Typer(
@@ -141,7 +143,7 @@ def dump(
 ) -> None:
     """Write the graphs before and after fusion and the report into DIR."""
     if directory.exists() and not directory.is_dir():
-        _die(f"DIR must be a directory, {directory} is a file", _EXIT_USAGE)
+        die(f"DIR must be a directory, {directory} is a file", USAGE)
     model = _hf_options(layers, set_, dtype, tokens, experts_implementation, meta)
     options = _backend_options(mode, kernel, exclude, device) | {"dump": str(directory)}
     report = _report(target, model, options, debug)
@@ -161,7 +163,7 @@ def doctor(
 
     if ascend:
         if as_json:
-            _die("--ascend prints a table, it has no JSON form", _EXIT_USAGE)
+            die("--ascend prints a table, it has no JSON form", USAGE)
         from moefuse.policy.npu_limits import table
 
         typer.echo(table())
@@ -179,143 +181,8 @@ def doctor(
             typer.echo(f"{' ' * 9}{' ' * width}  would enable: {finding.enables}")
 
 
-@app.command()
-def zoo(
-    only: Annotated[
-        str | None, typer.Option("--only", metavar="A,B,...", help="rows: names, * allowed; default all")
-    ] = None,
-    styles: Annotated[
-        list[Path] | None, typer.Option("--styles", help="Python file with a mapping STYLES; adds its rows")
-    ] = None,
-    impl: Annotated[
-        str, typer.Option("--impl", metavar="A,B,...", help="what is compiled")
-    ] = "grouped_mm,batched_mm,eager,eager-bare",
-    dtype: Annotated[str, typer.Option("--dtype", metavar="A,B,...")] = "float32,bfloat16",
-    shapes: Annotated[str, typer.Option("--shapes", metavar="A,B")] = "static,dynamic",
-    inner: Annotated[str, typer.Option("--inner", help="inner compiler: eager or inductor")] = "eager",
-    generate: Annotated[
-        bool, typer.Option("--generate", help="also compare 20 greedy tokens with eager's")
-    ] = False,
-    jobs: Annotated[
-        int, typer.Option("--jobs", min=0, help="processes at a time; 0 shows what --resume finds")
-    ] = 1,
-    limit: Annotated[float, typer.Option("--limit", min=1, help="seconds that one cell may take")] = 300.0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write every cell, as it is done")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="keep the cells that the --json file has")] = False,
-    retry: Annotated[bool, typer.Option("--retry", help="of those, measure again what wasn't right")] = False,
-    markdown: Annotated[Path | None, typer.Option("--markdown", help="write the page docs/zoo.md")] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="write a page for a browser")] = None,
-    list_rows: Annotated[bool, typer.Option("--list", help="print the rows and stop")] = False,
-    fail_on_unfused: Annotated[
-        bool, typer.Option("--fail-on-unfused", help="exit 3 when a layer isn't fused")
-    ] = False,
-) -> None:
-    """Fuse tiny models of every MoE architecture that the installed transformers has, and tabulate the results.
-
-    Exit code 1 when a fused model gives another result than eager.
-    """
-    from moefuse.zoo import command
-
-    try:
-        wanted = command.Wanted(
-            only=command.words("--only", only) if only else (),
-            styles=tuple(styles or ()),
-            implementations=command.words("--impl", impl, command.IMPLEMENTATIONS),
-            dtypes=command.words("--dtype", dtype, ("float32", "bfloat16", "float16")),
-            shapes=command.words("--shapes", shapes, command.SHAPES),
-            inner=command.words("--inner", inner, ("eager", "inductor"))[0],
-            generate=generate,
-        )
-        rows = command.rows_of(wanted)
-        if list_rows:
-            typer.echo("\n".join(row.name for row in rows))
-            return
-        if resume and json_file is None:
-            raise ValueError("--resume needs --json FILE")
-        if retry and not resume:
-            raise ValueError("--retry needs --resume")
-        table, cells = command.measured(
-            wanted, rows, jobs=jobs, limit=limit, store=json_file, resume=resume, retry=retry
-        )
-        command.write(table, markdown=markdown, html=html)
-    except (ImportError, ValueError, OSError) as error:
-        _die(one_line(error), _EXIT_USAGE)
-    if any(cell.wrong for cell in cells):
-        raise typer.Exit(_EXIT_FAILED)
-    if fail_on_unfused and not all(cell.ok for cell in cells):
-        raise typer.Exit(_EXIT_UNFUSED)
-
-
-app.command()(bench)
-
-
-@app.command()
-def simulate(
-    ranks: Annotated[int, typer.Option("--ranks", min=1, max=1024, help="of the expert-parallel group")] = 2,
-    ranks_per_host: Annotated[int, typer.Option("--ranks-per-host", min=1, help="that share memory")] = 8,
-    cores: Annotated[
-        int | None, typer.Option("--cores", min=1, help="of a host [those of the measured machine]")
-    ] = None,
-    link: Annotated[float, typer.Option("--link", help="GB/s of a rank to other hosts")] = 25.0,
-    latency: Annotated[float, typer.Option("--latency", help="microseconds of that link")] = 5.0,
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="of each rank")] = 16,
-    experts: Annotated[int, typer.Option("--experts", min=1)] = 128,
-    top_k: Annotated[int, typer.Option("--top-k", min=1)] = 8,
-    hidden: Annotated[int, typer.Option("--hidden", min=1)] = 2048,
-    intermediate: Annotated[int, typer.Option("--intermediate", min=1)] = 768,
-    dtype: Annotated[str, typer.Option("--dtype", help="bfloat16, float16 or float32")] = "bfloat16",
-    routing: Annotated[
-        str, typer.Option("--routing", help="balanced, zipf or zipf:SKEW; popular experts lie together")
-    ] = "balanced",
-    overlap: Annotated[
-        bool, typer.Option("--overlap", help="rows are pulled by a second thread, or by a copy engine")
-    ] = False,
-    costs: Annotated[
-        Path | None, typer.Option("--costs", metavar="FILE", help="of a machine that was calibrated")
-    ] = None,
-    calibrate: Annotated[
-        Path | None,
-        typer.Option("--calibrate", metavar="FILE", help="measure this machine and keep it there"),
-    ] = None,
-    validate: Annotated[
-        bool, typer.Option("--validate", help="measure on 2 and 4 ranks here, and compare")
-    ] = False,
-    as_json: JsonOption = False,
-    svg: Annotated[
-        Path | None, typer.Option("--svg", metavar="FILE", help="write the fused node's timeline")
-    ] = None,
-) -> None:
-    """Predict an expert-parallel layer on more ranks than this machine has: time, bytes and launches.
-
-    The fused node is compared with all_to_all as models write it, and with all_gather and reduce_scatter.
-    """
-    from moefuse.simulate import command
-    from moefuse.simulate.workload import Topology, Workload
-
-    try:
-        if calibrate and costs:
-            raise ValueError("--calibrate measures what --costs would read: give one of them")
-        skew = command.skew_of(routing)
-        layer = Workload(tokens, experts, top_k, hidden, intermediate, dtype)
-        topology = Topology(ranks, ranks_per_host, link * 1e9, latency * 1e-6)
-        known = command.calibrated(calibrate) if calibrate else command.costs_of(costs)
-        known = dataclasses.replace(known, cores=cores or known.cores)
-        predictions = command.simulated(layer, topology, known, skew, overlap)
-        if validate:
-            command.comparison(known)
-            return
-        title = (
-            f"{ranks} ranks, {tokens} tokens each, {experts} experts, top-{top_k}, {hidden} -> {intermediate}, "
-            f"{dtype}, {routing}"
-        )
-        if svg:
-            command.write_svg(predictions, svg, f"fused node: {title}")
-        if as_json:
-            typer.echo(json.dumps(command.data(layer, topology, known, skew, predictions), indent=2))
-        else:
-            command.table(predictions, title)
-    except (ImportError, ValueError, OSError) as error:
-        _die(one_line(error), _EXIT_USAGE)
+for command in (zoo, bench, simulate):
+    app.command()(command)
 
 
 @app.command()
@@ -335,10 +202,10 @@ def diff(
     try:
         found = compare.compare(compare.read(before), compare.read(after))
     except (OSError, ValueError) as error:
-        _die(one_line(error), _EXIT_USAGE)
+        die(one_line(error), USAGE)
     typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
     if fail_on_change and not found.same:
-        raise typer.Exit(_EXIT_CHANGED)
+        raise typer.Exit(CHANGED)
 
 
 @app.command()
@@ -351,7 +218,7 @@ def schema(
     try:
         typer.echo(json.dumps(schemas.schema(name), indent=1))
     except ValueError as error:
-        _die(one_line(error), _EXIT_USAGE)
+        die(one_line(error), USAGE)
 
 
 def main() -> None:
@@ -379,9 +246,7 @@ def _hf_options(
     if dtype is not None:
         value = getattr(torch, dtype, None)
         if not isinstance(value, torch.dtype) or not value.is_floating_point:
-            _die(
-                f"--dtype must be a floating point type of torch such as bfloat16, got {dtype!r}", _EXIT_USAGE
-            )
+            die(f"--dtype must be a floating point type of torch such as bfloat16, got {dtype!r}", USAGE)
         options["dtype"] = value
     return {name: value for name, value in options.items() if value is not None}
 
@@ -390,7 +255,7 @@ def _setting(text: str) -> tuple[str, Any]:
     """`key=value`; the value is JSON where it reads as JSON, otherwise a string."""
     key, equals, value = text.partition("=")
     if not equals or not key.isidentifier():
-        _die(f"--set must be key=value, got {text!r}", _EXIT_USAGE)
+        die(f"--set must be key=value, got {text!r}", USAGE)
     try:
         return key, json.loads(value)
     except json.JSONDecodeError:
@@ -406,13 +271,13 @@ def _backend_options(
     kernels = ["auto", *targets.names()]
     for option, value, allowed in (("--mode", mode, _MODES), ("--target", target, kernels)):
         if value is not None and value not in allowed:
-            _die(f"{option} must be one of {', '.join(allowed)}, got {value!r}", _EXIT_USAGE)
+            die(f"{option} must be one of {', '.join(allowed)}, got {value!r}", USAGE)
     given: dict[str, Any] = {"mode": mode, "target": target, "exclude": list(exclude) if exclude else None}
     given["meta_device"] = device
     try:
         Options.parse({name: value for name, value in given.items() if value is not None})
     except OptionError as error:
-        _die(one_line(error), _EXIT_USAGE)
+        die(one_line(error), USAGE)
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -426,7 +291,7 @@ def _report(target: str, model: Mapping[str, Any], options: dict[str, Any], debu
     except TargetError as error:
         if debug:
             raise
-        _die(str(error), _EXIT_USAGE)
+        die(str(error), USAGE)
     try:
         # A model in eval mode is explained as it will be served; gradients would make it another layer.
         gradients = bool(getattr(loaded.model, "training", False))
@@ -435,7 +300,7 @@ def _report(target: str, model: Mapping[str, Any], options: dict[str, Any], debu
     except Exception as error:
         if debug:
             raise
-        _die(f"{type(error).__name__}: {one_line(error)} (--debug shows the traceback)", _EXIT_FAILED)
+        die(f"{type(error).__name__}: {one_line(error)} (--debug shows the traceback)", FAILED)
 
 
 @contextmanager
@@ -472,20 +337,15 @@ def _write_html(report: Report, path: Path | None) -> None:
     try:
         report.to_html(path)
     except (ImportError, OSError) as error:
-        _die(f"--html {path}: {one_line(error)}", _EXIT_FAILED)
+        die(f"--html {path}: {one_line(error)}", FAILED)
     typer.echo(f"written to {path}", err=True)
 
 
 def _exit(report: Report, fail_on_unfused: bool) -> None:
     if fail_on_unfused and not report.sites:
-        raise typer.Exit(_EXIT_NOTHING)
+        raise typer.Exit(NOTHING)
     if fail_on_unfused and report.fused < len(report.sites):
-        raise typer.Exit(_EXIT_UNFUSED)
-
-
-def _die(message: str, code: int) -> NoReturn:
-    typer.echo(f"moefuse: {message}", err=True)
-    raise typer.Exit(code)
+        raise typer.Exit(UNFUSED)
 
 
 if __name__ == "__main__":
