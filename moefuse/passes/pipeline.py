@@ -28,7 +28,8 @@ from moefuse.passes.unmark import clear, demand_fused, prove
 from moefuse.passes.verify import Checker, checker
 from moefuse.patterns.engine import lift
 from moefuse.patterns.facts import Conflict
-from moefuse.patterns.markers import UnprovedError, collect
+from moefuse.patterns.loop_regions import collect
+from moefuse.patterns.markers import UnprovedError
 from moefuse.patterns.rules import op_name
 from moefuse.patterns.site import Site
 from moefuse.report.model import ContextReport, LayerReport

@@ -13,7 +13,8 @@ from moefuse.ops.loop_markers import strip
 from moefuse.passes.lift import Candidate, explain
 from moefuse.patterns.engine import Lifted, gemms_of
 from moefuse.patterns.facts import Expr
-from moefuse.patterns.markers import Marked, Prover, UnprovedError
+from moefuse.patterns.loop_regions import Marked
+from moefuse.patterns.markers import Prover, UnprovedError
 from moefuse.patterns.rules import argument, op_name, value
 from moefuse.report.model import LayerReport
 
