@@ -27,6 +27,7 @@ from moefuse.patterns.pointwise import EXACT, is_mask, pointwise, strip_casts
 from moefuse.patterns.ranks import arrival, arrival_of, numbered, same_ids, summed_counts
 from moefuse.patterns.router import distinct
 from moefuse.patterns.rules import Lifting, Outcome, argument, is_float, op_name, rule, value
+from moefuse.patterns.runs import begins_of, ends_of
 from moefuse.patterns.unify import Unifier
 
 
@@ -80,6 +81,8 @@ def cumsum(lift: Lifting, node: Node) -> Outcome:
     """Running counts: where each expert's rows end in sorted order."""
     fact = lift.fact(argument(node, 0))
     target = value(node).dtype
+    if target in EXACT and (ends := ends_of(fact)) is not None:
+        return ends
     if not isinstance(fact.expr, Count) or fact.dims != (fact.expr.at,) or target not in EXACT:
         return None
     return Fact(Offs(fact.expr.ids, fact.expr.at), fact.dims)
@@ -121,6 +124,8 @@ def _choices(expr: Expr) -> bool:
 def subtract(lift: Lifting, node: Node) -> Outcome:
     """A difference; of neighbouring running counts it is the counts again."""
     both = [lift.fact(arg) for arg in node.args] if len(node.args) == 2 and not node.kwargs else []
+    if len(both) == 2 and (begins := begins_of(*both)) is not None:
+        return begins
     if len(both) != 2 or not all(isinstance(fact.expr, Offs) and len(fact.dims) == 1 for fact in both):
         return pointwise(lift, node)
     unifier = Unifier()

@@ -39,6 +39,7 @@ from moefuse.patterns.pointwise import walk
 from moefuse.patterns.ranks import MOST_EXPERTS, arrival, is_one_inflow, one_of, owners, width_of
 from moefuse.patterns.router import chosen_from
 from moefuse.patterns.rules import Lifting, Outcome, argument, rule, value
+from moefuse.patterns.runs import by_expert, rows_by_expert
 from moefuse.patterns.structure import regroup
 from moefuse.patterns.unify import bind, bind_group
 
@@ -279,12 +280,15 @@ def _leaves_beside_weights(expr: Expr, ranks: Ranks) -> list[Leaf]:
 
 @rule("aten::repeat_interleave")
 def blocks(lift: Lifting, node: Node) -> Outcome:
-    """repeat_interleave(counts [W * E/W]): of each row that came here, the number of its rank and expert."""
+    """repeat_interleave(counts [W * E/W]): of each row that came here, the number of its rank and expert.
+
+    Of counts [E/W * W] that were turned around, the numbers of rows expert by expert.
+    """
     fact = lift.fact(argument(node, 0))
     expr = fact.expr
-    if not isinstance(expr, Inflow) or expr.at is None or len(node.args) != 1:
+    if not isinstance(expr, Inflow) or len(node.args) != 1:
         return None
-    if fact.dims != ((*expr.source, *expr.at),):
+    if (turned := by_expert(expr, fact.dims)) is None:
         return None
     if (rows := _dispatched(lift, node, expr)) is None:
         raise Conflict("no rows came here yet that these counts are of")
@@ -292,7 +296,8 @@ def blocks(lift: Lifting, node: Node) -> Outcome:
     assert isinstance(key, Leaf)
     ids = Leaf(key.node, key.index, True)
     arrived = Arrived(rows.order, rows.ids, rows.ranks, value(node).shape[0])
-    return Fact(Block(ids, rows.ranks), ((arrived,),))
+    lie = rows_by_expert(node, arrived) if turned else (arrived,)
+    return Fact(Block(ids, rows.ranks, turned), (lie,))
 
 
 def _dispatched(lift: Lifting, node: Node, counts: Inflow) -> Arrived | None:

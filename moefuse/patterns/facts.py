@@ -459,6 +459,24 @@ class Inflow(Expr):
 
 
 @dataclass(frozen=True)
+class Begin(Expr):
+    """Where the rows that came from rank `source` for this rank's expert `at` begin, or end.
+
+    The rows lie rank by rank, or expert by expert and within one by rank. source, at: None for those of a row itself.
+    """
+
+    ids: Leaf
+    ranks: Ranks
+    by_expert: bool
+    source: Group | None
+    at: Group | None
+    ends: bool = False
+
+    def groups(self) -> Iterator[Group]:
+        yield from (self.source or (), self.at or ())
+
+
+@dataclass(frozen=True)
 class _OfIds(Expr):
     """What follows from the id of a slot."""
 
@@ -482,9 +500,13 @@ class Local(_OfIds):
 
 @dataclass(frozen=True)
 class Block(_OfIds):
-    """source rank * experts of a rank + `Local`, of rows that came from all ranks."""
+    """source rank * experts of a rank + `Local`, of rows that came from all ranks.
+
+    by_expert: `Local` * ranks + source rank instead.
+    """
 
     ranks: Ranks
+    by_expert: bool = False
 
 
 @dataclass(frozen=True)

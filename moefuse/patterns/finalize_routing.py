@@ -34,6 +34,7 @@ from moefuse.patterns.local_experts import is_zero_elsewhere
 from moefuse.patterns.loops import add_case, constant, pick_of, write_back
 from moefuse.patterns.pointwise import EXACT, walk
 from moefuse.patterns.products import row_features
+from moefuse.patterns.ranks import arrival
 from moefuse.patterns.router import distinct, topk_of, vanishes
 from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
 from moefuse.patterns.structure import regroup
@@ -189,11 +190,12 @@ def index_put(lift: Lifting, node: Node) -> Outcome:
     if len(index.dims) == 1 and pick_of(index.dims[0]) is not None and rows.expr.hard:
         return write_back(lift, node, index, rows)
     order = index.dims[0] if len(index.dims) == 1 else ()
-    if not isinstance(index.expr, Pos) or len(order) != 1 or not isinstance(order[0], Perm):
+    in_place = isinstance(index.expr, Pos) and index.expr.group == order and arrival(order) is not None
+    if not isinstance(index.expr, Pos) or len(order) != 1 or not (in_place or isinstance(order[0], Perm)):
         if rows.expr.hard:
             raise Conflict("expert rows overwrite the output: of slots with the same token only one survives")
         return None
-    if order[0].over != index.expr.group:
+    if not in_place and isinstance(order[0], Perm) and order[0].over != index.expr.group:
         if rows.expr.hard or isinstance(rows.expr, Pos):
             raise Conflict("rows are written by an index that is no complete permutation of the slots")
         return None

@@ -10,6 +10,7 @@ from torch.fx import Node
 from moefuse.graph import sizes
 from moefuse.patterns.facts import (
     Among,
+    Arrived,
     At,
     Axis,
     Conflict,
@@ -77,6 +78,8 @@ def row_order(rows: Fact, ids: Leaf | Local | Spread | Among, rows_node: Node) -
     group = rows.dims[0]
     if not group and not ids.axes:
         return group, ids  # a single slot is in any order
+    if (local := _only_experts(group, ids)) is not None:
+        return group, local
     if len(group) != 1 or not isinstance(group[0], Perm):
         raise Conflict("the rows of the grouped GEMM are not in the order of a sort by expert", rows_node)
     order = group[0]
@@ -87,6 +90,17 @@ def row_order(rows: Fact, ids: Leaf | Local | Spread | Among, rows_node: Node) -
     if isinstance(ids, Local) and arrival(group) is None:
         raise Conflict("offsets count the rows that came from all ranks, the rows are other ones", rows_node)
     return group, order.key
+
+
+def _only_experts(group: Group, ids: Expr) -> Local | None:
+    """The numbers of rows that came to the one expert of this rank, as they lie: they are in order by expert as such."""
+    (rows,) = group if len(group) == 1 else (None,)
+    if not isinstance(ids, Local) or not isinstance(rows, Arrived) or ids.ranks.experts != 1:
+        return None
+    key = rows.order.key
+    if not isinstance(key, Leaf) or (rows.ids, rows.ranks) != (ids.ids.node, ids.ranks):
+        return None
+    return Local(Leaf(key.node, key.index, sent=True), ids.ranks)
 
 
 def _source(ids: Expr) -> str:

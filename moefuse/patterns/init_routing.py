@@ -12,6 +12,7 @@ from moefuse.patterns.facts import (
     Among,
     At,
     Axis,
+    Begin,
     Block,
     Conflict,
     Dims,
@@ -28,6 +29,7 @@ from moefuse.patterns.pointwise import pointwise
 from moefuse.patterns.ranks import arrival, numbered, only_expert
 from moefuse.patterns.router import has_perm, topk_of
 from moefuse.patterns.rules import Lifting, Outcome, argument, is_float, op_name, rule, value
+from moefuse.patterns.runs import at_block
 from moefuse.patterns.structure import regroup
 from moefuse.patterns.unify import Unifier, bind, bind_fact, bind_group
 
@@ -136,8 +138,8 @@ def take(lift: Lifting, node: Node, source: Fact, dim: int, by_node: Node) -> Ou
     by = numbered(lift.fact(by_node))
     if isinstance(by.expr, Pos):
         return take_by(source, dim, by)
-    if isinstance(by.expr, Block) and isinstance(source.expr, Pos):
-        return _number_of_block(source, by.expr, by.dims)
+    if isinstance(by.expr, Block) and isinstance(source.expr, Pos | Begin):
+        return at_block(source, by.expr, by.dims)
     if source.expr.hard or source.sorted:
         raise Conflict(f"rows in sorted order are taken by {describe_index(by_node, by.expr)}", by_node)
     group = source.dims[dim]
@@ -196,18 +198,6 @@ def take_by(source: Fact, dim: int, by: Fact, missing: bool = False) -> Fact:
     unifier.unify(have, want)
     dims: Dims = source.dims[:dim] + by.dims + source.dims[dim + 1 :]
     return Fact(unifier.expr(source.expr), tuple(unifier.resolve(group) for group in dims))
-
-
-def _number_of_block(table: Fact, by: Block, dims: Dims) -> Fact | None:
-    """A table over (rank, expert of a rank) that holds the latter, at the block of each row that came here."""
-    if len(table.dims) != 1 or not table.dims[0] or not isinstance(table.expr, Pos):
-        return None
-    outer, *inner = table.dims[0]
-    if not sizes.same(outer.size, by.ranks.world) or not sizes.same(
-        group_size(tuple(inner)), by.ranks.experts
-    ):
-        return None
-    return Fact(Local(by.ids, by.ranks), dims) if table.expr.group == tuple(inner) else None
 
 
 def among(group: Group) -> Among | None:

@@ -12,6 +12,7 @@ from torch.fx import Node
 from moefuse.graph import sizes
 from moefuse.patterns.facts import (
     Axis,
+    Begin,
     Block,
     Conflict,
     Const,
@@ -33,6 +34,7 @@ from moefuse.patterns.facts import (
 )
 from moefuse.patterns.ranks import arrival_of, as_local
 from moefuse.patterns.rules import Lifting, Outcome, argument, is_float, op_name, rule, value
+from moefuse.patterns.runs import moved_place
 from moefuse.patterns.unify import Unifier
 
 EXACT = frozenset((torch.int32, torch.int64, torch.float32, torch.float64))
@@ -72,7 +74,7 @@ def cast(lift: Lifting, node: Node) -> Outcome:
     target = value(node).dtype
     if value(argument(node, 0)).device != value(node).device:
         return None
-    if isinstance(fact.expr, Count | Offs | Pos | Owned | Inflow | Local | Block):
+    if isinstance(fact.expr, Count | Offs | Pos | Owned | Inflow | Local | Block | Begin):
         return fact if target in EXACT else None
     if isinstance(fact.expr, OneHot) or is_mask(fact.expr):
         return fact if target in (*EXACT, torch.bool) else pointwise(lift, node)
@@ -166,6 +168,8 @@ def pointwise(lift: Lifting, node: Node) -> Outcome:
     if not is_float(node) and not any(fact.expr.hard for fact in tensors.values()):
         if len(tensors) == 1:
             return _of_arrivals(node, *tensors.popitem())
+        if (moved := moved_place(node, list(tensors.values()))) is not None:
+            return moved
         return None  # ids made from ids (a skipped expert masked out, say) are ids like any other
     if any(isinstance(value(arg), torch.SymInt | torch.SymBool) for arg in node.args):
         raise Conflict("a size that is not static takes part in the arithmetic of rows")

@@ -73,7 +73,7 @@ def as_local(expr: Expr, rows: Arrived) -> Expr:
     (source,) = sources
     if isinstance(source, Block):
         ids, numbers = source.ids, torch.arange(ranks.world * ranks.experts)
-        wanted = numbers % ranks.experts
+        wanted = numbers // ranks.world if source.by_expert else numbers % ranks.experts
     elif isinstance(source, Leaf) and source.sent and source.node is rows.ids:
         ids, numbers = source, torch.arange(ranks.first, ranks.first + ranks.experts)
         wanted = numbers - ranks.first

@@ -14,6 +14,7 @@ from moefuse.patterns.facts import (
     Arrived,
     At,
     Axis,
+    Begin,
     Block,
     Case,
     Cases,
@@ -127,9 +128,8 @@ def _bind_coords(expr: Coords, binding: Binding) -> Expr:
     return Coords(columns, at)
 
 
-def _leaf(expr: Expr) -> Leaf:
-    assert isinstance(expr, Leaf)
-    return expr
+def _at(group: Group | None, binding: Binding) -> Group | None:
+    return None if group is None else bind_group(group, binding)
 
 
 def _bind_quantised(expr: Quantised, binding: Binding) -> Expr:
@@ -158,11 +158,10 @@ _BINDERS: dict[type, Callable[[Any, Binding], Expr]] = {
     Offs: lambda e, b: Offs(e.ids, bind_group(e.at, b)),
     Tally: lambda e, b: e,
     Owned: lambda e, b: Owned(e.ids, bind_group(e.at, b), e.experts),
-    Inflow: lambda e, b: Inflow(
-        e.ids, e.ranks, bind_group(e.source, b), None if e.at is None else bind_group(e.at, b)
-    ),
-    Local: lambda e, b: Local(_leaf(bind(e.ids, b)), e.ranks),
-    Block: lambda e, b: Block(_leaf(bind(e.ids, b)), e.ranks),
+    Inflow: lambda e, b: Inflow(e.ids, e.ranks, bind_group(e.source, b), _at(e.at, b)),
+    Local: lambda e, b: e.rebuilt(lambda part: bind(part, b)),
+    Begin: lambda e, b: replace(e, source=_at(e.source, b), at=_at(e.at, b)),
+    Block: lambda e, b: e.rebuilt(lambda part: bind(part, b)),
     Among: lambda e, b: e.rebuilt(lambda part: bind(part, b)),
     Spread: lambda e, b: e.rebuilt(lambda part: bind(part, b)),
     Pieces: _bind_pieces,

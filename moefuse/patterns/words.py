@@ -12,6 +12,7 @@ from moefuse.patterns.facts import (
     Arrived,
     At,
     Axis,
+    Begin,
     Block,
     Cases,
     Const,
@@ -120,6 +121,11 @@ class _Speaker:
             return f"({parts[0]} {_INFIX[name]} {parts[1]})"
         return f"{name}({', '.join([*parts, *(f'{key}={value}' for key, value in op.kwargs)])})"
 
+    def begin(self, begin: Begin) -> str:
+        run = "its run" if begin.source is None else f"the run {self.group((*begin.source, *(begin.at or ())))}"
+        order = "by expert" if begin.by_expert else "as they came"
+        return f"where {run} of `{begin.ids.node.name}` {'ends' if begin.ends else 'begins'}, rows {order}"
+
     def total(self, over: Iterable[Axis], body: str) -> str:
         axes = "".join(self._name(axis, _LETTERS) for axis in over)
         return f"Σ{axes} {body}"
@@ -173,6 +179,7 @@ _SAY: dict[type[Expr], Any] = {
         f"how many of `{e.ids.node.name}` on rank {s.group(e.source)} are "
         + (f"this rank's expert {s.group(e.at)}" if e.at else "experts of this rank")
     ),
+    Begin: lambda s, e: s.begin(e),
     Local: lambda s, e: f"({s.expr(e.ids)} among the experts of this rank)",
     Block: lambda s, e: f"(the rank of a row, and {s.expr(e.ids)} among the experts of this one)",
     Pieces: lambda s, e: f"`{e.node.name}`[{s.dims(e.index)}], by the expert {s.expr(e.ids)}",
