@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 from torch.fx import Node
 
-from moefuse.patterns.facts import At, Conflict, Const, Dot, Fact, Leaf, Perm
+from moefuse.patterns.facts import At, Conflict, Const, Dot, Fact, Leaf, Local, Perm
 from moefuse.patterns.pointwise import pointwise, walk
+from moefuse.patterns.ranks import same_ids
 from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
 from moefuse.patterns.unify import Unifier
 
@@ -74,13 +75,13 @@ def _first_masked(lift: Lifting, mask: Node, rows: Fact, zeroes: bool) -> int | 
     if comparison is None or large != zeroes or not isinstance(limit, int) or not isinstance(order, Perm):
         return None
     ids = lift.fact(argument(mask, 0))
-    if len(ids.dims) != 1 or not isinstance(ids.expr, Leaf) or not isinstance(order.key, Leaf):
+    if len(ids.dims) != 1 or not isinstance(ids.expr, Leaf | Local):
         return None
     try:
         Unifier().unify(ids.dims[0], rows.dims[0])
     except Conflict:
         return None  # in the order of another sort, or in none
-    if ids.expr.node is not order.key.node:
+    if not same_ids(ids.expr, order.key):
         return None
     return limit if comparison(limit, limit) == large else limit + 1
 

@@ -9,6 +9,7 @@ from torch.fx import Node
 from moefuse.patterns.facts import (
     Axis,
     Conflict,
+    Const,
     Count,
     Dense,
     Expr,
@@ -74,6 +75,15 @@ def bincount(lift: Lifting, node: Node) -> Outcome:
         return None
     group: Group = () if length == 1 else (Axis(length),)
     return Fact(Count(ids, group), (group,))
+
+
+def ones_added(lift: Lifting, node: Node, index: Node, added: Fact) -> Fact | None:
+    """zeros [E] with 1 added at every id: slots per expert; None for any other sum."""
+    base, alpha = lift.fact(argument(node, 0)), node.kwargs.get("alpha", 1)
+    if base.expr != Const(0.0) or added.expr != Const(1.0) or alpha != 1 or value(node).dim() != 1:
+        return None
+    ids = covers(lift.fact(index)) if value(index).dim() == 1 and value(node).dtype in EXACT else None
+    return None if ids is None else Fact(Count(ids, base.dims[0]), base.dims)
 
 
 @rule("aten::cumsum")

@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from moefuse.graph import sizes
 from moefuse.graph.sizes import Size
-from moefuse.patterns.counts import count_of
+from moefuse.patterns.counts import count_of, ones_added
 from moefuse.patterns.facts import (
     At,
     Axis,
@@ -54,6 +54,9 @@ def sum_(lift: Lifting, node: Node) -> Outcome:
     rest = tuple(() if d in gone else g for d, g in enumerate(fact.dims) if keep or d not in gone)
     if value(node).dtype in EXACT and (count := count_of(fact, set(over))) is not None:
         return Fact(count.expr, rest)
+    alone = not over and value(node).dtype == value(argument(node, 0)).dtype
+    if alone and fact.expr.hard and any(arrival(group) is not None for group in rest):
+        return Fact(fact.expr, rest)  # one row each, of slots that other ranks have yet to sum up
     if not fact.expr.hard and any(
         isinstance(e, OneHot) and constant(e.at) is not None for e in walk(fact.expr)
     ):
@@ -150,8 +153,10 @@ def accumulate(lift: Lifting, node: Node) -> Outcome:
     rows = lift.fact(argument(node, 3))
     identity = bool(rows.dims) and pick_of(rows.dims[0]) is not None  # tokens that go back as they came
     if not rows.expr.hard and not identity:
-        _demand_no_expert_choice(lift, argument(node, 2))
-        return None
+        counted = None if name == "aten::scatter_reduce" else ones_added(lift, node, argument(node, 2), rows)
+        if counted is None:
+            _demand_no_expert_choice(lift, argument(node, 2))
+        return counted
     if name == "aten::scatter_reduce":
         raise Conflict(f"expert rows are combined by scatter_reduce({argument(node, 4, 'reduce')!r})")
     if node.kwargs.get("alpha", 1) != 1:
