@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from moefuse.patterns.facts import At, Conflict, Const, Dot, Fact, Leaf, Local, Perm
 from moefuse.patterns.pointwise import pointwise, walk
-from moefuse.patterns.ranks import same_ids
+from moefuse.patterns.ranks import numbered
 from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
 from moefuse.patterns.unify import Unifier
 
@@ -48,11 +48,29 @@ def _kept(lift: Lifting, node: Node, rows: object, mask: object, fill: object, z
     """The fact of `rows` where the mask names slots without expert only (zeroes: by True, else by False)."""
     if isinstance(rows, Node) and isinstance(mask, Node) and _is_zero(lift, fill):
         fact = lift.fact(rows)
-        if fact.sorted and value(rows).shape == value(node).shape and value(rows).dtype == value(node).dtype:
+        same = value(rows).shape == value(node).shape and value(rows).dtype == value(node).dtype
+        if same and _leaves_all(lift, mask, zeroes):
+            return fact
+        if fact.sorted and same:
             first = _first_masked(lift, mask, fact, zeroes)
             if first is not None and _experts_end_before(fact, node, first):
                 return fact
     return pointwise(lift, node)
+
+
+def _leaves_all(lift: Lifting, mask: Node, by: bool) -> bool:
+    """True where no row that came here is masked: its id is compared with what none of this rank's experts reaches.
+
+    by: what the mask has for rows that it leaves out.
+    """
+    while op_name(mask) in (*_RESHAPES, "aten::logical_not", "aten::bitwise_not"):
+        by ^= op_name(mask) not in _RESHAPES
+        mask = argument(mask, 0)
+    comparison, _ = _COMPARISONS.get(op_name(mask), (None, False))
+    if comparison is None or not isinstance(limit := argument(mask, 1), int):
+        return False
+    ids = numbered(lift.fact(argument(mask, 0))).expr
+    return isinstance(ids, Local) and all(comparison(i, limit) != by for i in range(ids.ranks.experts))
 
 
 def _is_zero(lift: Lifting, fill: object) -> bool:
@@ -75,13 +93,13 @@ def _first_masked(lift: Lifting, mask: Node, rows: Fact, zeroes: bool) -> int | 
     if comparison is None or large != zeroes or not isinstance(limit, int) or not isinstance(order, Perm):
         return None
     ids = lift.fact(argument(mask, 0))
-    if len(ids.dims) != 1 or not isinstance(ids.expr, Leaf | Local):
+    if len(ids.dims) != 1 or not isinstance(ids.expr, Leaf) or not isinstance(order.key, Leaf):
         return None
     try:
         Unifier().unify(ids.dims[0], rows.dims[0])
     except Conflict:
         return None  # in the order of another sort, or in none
-    if not same_ids(ids.expr, order.key):
+    if ids.expr.node is not order.key.node:
         return None
     return limit if comparison(limit, limit) == large else limit + 1
 

@@ -71,7 +71,10 @@ def as_local(expr: Expr, rows: Arrived) -> Expr:
     if len(sources) != 1 or ranks.world * ranks.experts > MOST_EXPERTS:
         return expr
     (source,) = sources
-    if isinstance(source, Block):
+    if isinstance(source, Local):
+        ids, numbers = source.ids, torch.arange(ranks.experts)
+        wanted = numbers
+    elif isinstance(source, Block):
         ids, numbers = source.ids, torch.arange(ranks.world * ranks.experts)
         wanted = numbers // ranks.world if source.by_expert else numbers % ranks.experts
     elif isinstance(source, Leaf) and source.sent and source.node is rows.ids:
