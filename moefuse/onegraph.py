@@ -3,9 +3,10 @@
 In: a model and the backend's options. Out: the compiled model. A backend sees only what Dynamo hands over, and
 Dynamo breaks the graph at a loop over experts before that. Around each call this module
 - lets Dynamo capture data-dependent sizes (`torch.where(ids == e)`, `nonzero`, `bincount`),
-- switches transformers models from their Python loop ("eager") to the equivalent grouped GEMMs, and
+- switches transformers models from their Python loop ("eager") to the equivalent grouped GEMMs,
+- takes the branch on received rows out of their exchange between ranks (`moefuse.frontend.exchange`), and
 - puts rewritten code in the place of other loops that branch on data (`moefuse.frontend`),
-and undoes both after the call, so that the model object stays as the user made it.
+and undoes all of it after the call, so that the model object stays as the user made it.
 """
 
 import copy
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from moefuse.frontend.exchange import Exchanges
 from moefuse.frontend.lifter import OWN_FRAME, Loops
 from moefuse.ops.loop_markers import NO_BOUND
 from moefuse.options import Options
@@ -109,6 +111,7 @@ class FrontEnd:
         self._tell = tell
         self._loops = Loops(owner if options.mode != "off" else None)
         self._switch = _ExpertsSwitch(owner)
+        self._exchanges = Exchanges(owner if options.mode != "off" else None)
         self._lock = threading.Lock()
         self._root = owner if isinstance(owner, nn.Module) else None
         self._compiled: tuple[_Version, Callable[..., Any]] | None = None
@@ -118,7 +121,7 @@ class FrontEnd:
         while True:
             version = self._version()
             try:
-                with self._data_dependent_capture(), self._switch.grouped(), self._loops.in_place():
+                with self._data_dependent_capture(), self._in_place():
                     self._tell_refused()
                     version = self._version()
                     return self._frame(version)(*args, **kwargs)
@@ -162,6 +165,12 @@ class FrontEnd:
         return torch._dynamo.config.patch(
             capture_dynamic_output_shape_ops=wanted, capture_scalar_outputs=wanted
         )
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """What is put in the place of the model's own code."""
+        with self._switch.grouped(), self._exchanges.straight(), self._loops.in_place():
+            yield
 
     def _frame(self, version: _Version) -> Callable[..., Any]:
         """The compiled frame; a new one where rewritten code went back to its original, or hooks came or went."""

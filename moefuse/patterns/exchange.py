@@ -295,7 +295,7 @@ def blocks(lift: Lifting, node: Node) -> Outcome:
     key = rows.order.key
     assert isinstance(key, Leaf)
     ids = Leaf(key.node, key.index, True)
-    arrived = Arrived(rows.order, rows.ids, rows.ranks, value(node).shape[0])
+    arrived = Arrived(rows.order, rows.ids, rows.ranks, rows.size)
     lie = rows_by_expert(node, arrived) if turned else (arrived,)
     return Fact(Block(ids, rows.ranks, turned), (lie,))
 

@@ -129,6 +129,34 @@ class ByBlocks(Block):
         return torch.zeros_like(x).index_add(0, order // self.k, rows)
 
 
+class ByRuns(ByBlocks):
+    """Counts by adding ones; rows move to the order of the experts by where each of their runs begins, without a sort."""
+
+    def places(self, here: Tensor) -> Tensor:
+        """[R]: for each row in the order of this rank's experts, where it came. here: counts [W * E/W], by rank."""
+        begins = (here.cumsum(0) - here).view(self.world, -1).t().reshape(-1)
+        lengths = here.view(self.world, -1).t().reshape(-1)
+        run = torch.arange(E, device=here.device).repeat_interleave(lengths)
+        return begins[run] + torch.arange(run.shape[0], device=here.device) - (lengths.cumsum(0) - lengths)[run]
+
+    def routed(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        flat = ids.view(-1)
+        counts = torch.zeros(E, dtype=torch.long).scatter_add(0, flat, torch.ones_like(flat))
+        order = torch.argsort(flat, stable=True)
+        here = self.exchange(counts, None, None)
+        both = torch.stack([counts.view(self.world, -1).sum(1), here.view(self.world, -1).sum(1)])
+        sent, received = both.tolist()
+        rows = self.exchange(x[order // self.k], received, sent)
+        places = self.places(here)
+        offsets = torch.cumsum(here.view(self.world, -1).sum(0), 0, dtype=torch.int32)
+        results = self.grouped(rows[places], offsets)
+        back = results.new_empty(rows.shape)
+        back[places] = results
+        rows = self.exchange(back, sent, received) * weights.view(-1)[order].unsqueeze(1)
+        return torch.zeros_like(x).index_add(0, order // self.k, rows)
+
+
 class Gathered(Block):
     """Every rank gets all tokens, runs its own experts on them, and gives each rank its part of the sums."""
 
@@ -158,7 +186,7 @@ class Summed(Block):
         return funcol.all_reduce((rows * masked.unsqueeze(-1)).sum(1), "sum", self.group)
 
 
-UNEVEN = (ByExpert, ByRank, InPlace, ByBlocks)
+UNEVEN = (ByExpert, ByRank, InPlace, ByBlocks, ByRuns)
 """Ranks may have different numbers of tokens."""
 
 EVEN = (Gathered, Summed)

@@ -15,14 +15,14 @@ import moefuse
 from moefuse.comm import contexts
 from tests.comm import spread_models
 from tests.comm.ranks import run_ranks, values
-from tests.comm.spread_models import Block, ByBlocks, ByExpert, ByRank, E, Gathered, InPlace, alone, tokens
+from tests.comm.spread_models import Block, ByBlocks, ByExpert, ByRank, ByRuns, E, Gathered, InPlace, alone, tokens
 
 PATTERNS = {
     2: [(7, 5), (0, 6), (1, 9), (3, 3), (6, 0), (0, 0)],
     4: [(7, 5, 2, 3), (0, 0, 0, 6)],
 }
-TOLERANCE = {ByBlocks: {"rtol": 0.05, "atol": 0.05}}
-"""Its experts run in bfloat16; the others differ from one process by the order of float32 additions."""
+TOLERANCE = {form: {"rtol": 0.05, "atol": 0.05} for form in (ByBlocks, ByRuns)}
+"""Their experts run in bfloat16; the others differ from one process by the order of float32 additions."""
 
 
 def compiled(model: nn.Module, **options: Any) -> Any:
@@ -61,7 +61,7 @@ WAYS = {
         [(ByExpert, {}), (ByRank, {"k": 1}), (InPlace, {"shared": True}), (Gathered, {"shared": True})],
     ),
     "inductor-2": (2, [(ByBlocks, {"k": 3})]),
-    "eager-4": (4, [(ByRank, {"k": 4})]),
+    "eager-4": (4, [(ByRuns, {"k": 4})]),
 }
 
 

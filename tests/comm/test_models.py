@@ -57,11 +57,9 @@ def test_local_experts_fuse_and_their_sum_over_ranks_stays_once(implementation) 
     assert values(run_ranks(WORLD, compiled_block, implementation)) == [(1, 1, "4 of top-2")] * WORLD
 
 
-def whole_model(rank: int, world: int) -> tuple[int, bool, set[str]]:
-    """Layers fused, whether each names the all_reduce that stays, reasons."""
-    from torch.distributed.device_mesh import init_device_mesh
+def qwen3() -> tuple[Any, Any]:
+    """The same model twice, of two layers with 8 experts."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-    from transformers.distributed.expert_parallel import apply_expert_parallelism
 
     sizes = {
         "hidden_size": 32,
@@ -77,14 +75,28 @@ def whole_model(rank: int, world: int) -> tuple[int, bool, set[str]]:
     for _ in range(2):
         torch.manual_seed(0)
         models.append(Qwen3MoeForCausalLM(config).eval())
-    whole, model = models
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    return models[0], models[1]
+
+
+def spread(model: torch.nn.Module, experts: Any, batch: Any, implementation: str) -> None:
+    """Put the model's experts on the ranks of a mesh; batch: the mesh of the ranks that share a batch."""
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
     plan = {}
     for layer in range(2):
-        experts = f"model.layers.{layer}.mlp.experts"
-        plan |= {f"{experts}.{name}": "grouped_gemm" for name in ("gate_up_proj", "down_proj")}
-        plan[experts] = "ep_dispatch_experts"
-    apply_expert_parallelism(model, mesh, mesh, plan, "all_reduce")
+        path = f"model.layers.{layer}.mlp.experts"
+        plan |= {f"{path}.{name}": "grouped_gemm" for name in ("gate_up_proj", "down_proj")}
+        plan[path] = "ep_dispatch_experts"
+    apply_expert_parallelism(model, experts, batch, plan, implementation)
+
+
+def whole_model(rank: int, world: int) -> tuple[int, bool, set[str]]:
+    """Layers fused, whether each names the all_reduce that stays, reasons."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    whole, model = qwen3()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    spread(model, mesh, mesh, "all_reduce")
     options = {"inner": "eager", "mode": "on", "ep_group": mesh.get_group("ep")}
     run = torch.compile(model, backend="moefuse", fullgraph=True, options=options)
     ids = torch.arange(24).view(2, 12)
@@ -99,3 +111,36 @@ def whole_model(rank: int, world: int) -> tuple[int, bool, set[str]]:
 
 def test_a_model_spread_by_transformers_gives_what_one_process_gives() -> None:
     assert values(run_ranks(WORLD, whole_model)) == [(2, True, {""})] * WORLD
+
+
+BATCHES = [(12, 5), (1, 9)]
+"""Tokens of each rank, step by step."""
+
+
+def exchanged(rank: int, world: int, implementation: str) -> Any:
+    """What became of the layers, step by step, with a batch of its own on each rank; then what stays as it was."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers.distributed.expert_parallel import AllToAllEP
+
+    whole, model = qwen3()
+    for m in (whole, model):  # all tokens choose the same two experts: nothing comes to the other rank
+        torch.nn.init.zeros_(m.model.layers[1].mlp.gate.weight)
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("ep", "tp"))
+    spread(model, mesh["ep"], mesh["tp"], implementation)
+    run = moefuse.compile(model, fullgraph=True, dynamic=True, inner="eager", mode="on", ep_max_tokens=64)
+    for step, counts in enumerate(BATCHES):
+        ids = torch.randint(64, (1, counts[rank]), generator=torch.Generator().manual_seed(10 * step + rank))
+        with torch.no_grad():
+            given, expected = (m(ids, use_cache=False).logits for m in (run, whole))
+        # float32 sums in another order, through two layers
+        torch.testing.assert_close(given, expected, rtol=1e-4, atol=1e-5)
+    sites = [site for report in moefuse.reports() for site in report.sites]
+    cells = model.model.layers[0].mlp.experts.forward.__closure__
+    kinds = {type(cell.cell_contents) for cell in cells} & {AllToAllEP}
+    return all(site.fused for site in sites), {site.comm.partition("; ")[2] for site in sites}, len(kinds)
+
+
+def test_rows_of_batches_of_their_own_travel_in_the_node() -> None:
+    """The branch on received rows breaks the graph otherwise; the model is as it was after each call."""
+    absorbed = {"absorbed: 3 all_to_all_single"}
+    assert values(run_ranks(WORLD, exchanged, "all_to_all", timeout=180)) == [(True, absorbed, 1)] * WORLD

@@ -16,7 +16,7 @@ from moefuse.passes.lift import explain
 from moefuse.patterns.engine import Lifted, lift
 from moefuse.patterns.site import Site
 from moefuse.testing import fake_ep_group
-from tests.comm.spread_models import UNEVEN, Block, ByBlocks, ByExpert, ByRank, E, H, tokens
+from tests.comm.spread_models import UNEVEN, Block, ByBlocks, ByExpert, ByRank, ByRuns, E, H, tokens
 
 
 class _Enough(Exception):
@@ -62,7 +62,7 @@ def test_the_layer_is_that_of_the_whole_group(form, rank) -> None:
 @pytest.mark.parametrize(
     ("world", "k", "count"), [(4, 2, 7), (4, 1, 1), (2, 1, 0), (2, 2, 1), (4, 3, 0), (2, 1, 5)]
 )
-@pytest.mark.parametrize("form", [ByRank, ByBlocks])
+@pytest.mark.parametrize("form", [ByRank, ByBlocks, ByRuns])
 def test_edges_of_sizes(form, world, k, count) -> None:
     """One expert per rank, one slot, one token, none: for these a rank compiles its frame anew, alone."""
     with fake_ep_group(world, world - 1):
@@ -192,6 +192,51 @@ class PlacesOfAnotherRank(Changed):
         return rows[order.argsort()].view(-1, self.k, H).sum(1)
 
 
+class RunsByRank(ByRuns):
+    """The lengths aren't turned around: each row stays where it came, and the experts get each other's rows."""
+
+    def places(self, here: Tensor) -> Tensor:
+        begins = (here.cumsum(0) - here).view(self.world, -1).t().reshape(-1)
+        run = torch.arange(E).repeat_interleave(here)
+        return begins[run] + torch.arange(run.shape[0]) - (here.cumsum(0) - here)[run]
+
+
+class RunsTwiceTurned(ByRuns):
+    """Begins among the experts where those among the ranks belong."""
+
+    def places(self, here: Tensor) -> Tensor:
+        lengths = here.view(self.world, -1).t().reshape(-1)
+        begins = lengths.cumsum(0) - lengths
+        run = torch.arange(E).repeat_interleave(lengths)
+        return begins[run] + torch.arange(run.shape[0]) - begins[run]
+
+
+class RunEnds(ByRuns):
+    """Where runs end, which is where the next begins."""
+
+    def places(self, here: Tensor) -> Tensor:
+        ends = here.cumsum(0).view(self.world, -1).t().reshape(-1)
+        lengths = here.view(self.world, -1).t().reshape(-1)
+        run = torch.arange(E).repeat_interleave(lengths)
+        return ends[run] - torch.arange(run.shape[0]) + (lengths.cumsum(0) - lengths)[run] - 1
+
+
+class OtherRun(ByRuns):
+    """The runs of the expert after."""
+
+    def places(self, here: Tensor) -> Tensor:
+        begins = (here.cumsum(0) - here).view(self.world, -1).t().reshape(-1)
+        lengths = here.view(self.world, -1).t().reshape(-1)
+        run = torch.arange(E).repeat_interleave(lengths)
+        other = (run + 1) % E
+        return begins[other] + torch.arange(run.shape[0]) - (lengths.cumsum(0) - lengths)[run]
+
+
+class TwosAdded(ByRuns):
+    def exchange(self, rows: Tensor, received: Any, sent: Any) -> Tensor:
+        return super().exchange(rows * 2 if received is None else rows, received, sent)
+
+
 WRONG: dict[type[Block], str] = {
     OtherOwner: "their pieces count",
     ReversedOwner: "their pieces count",
@@ -205,6 +250,11 @@ WRONG: dict[type[Block], str] = {
     ExpertScale: "scales the rows of each expert, and experts are on other ranks",
     ExpertScaleOnTheWayIn: "scales the rows of each expert, and experts are on other ranks",
     PlacesOfAnotherRank: "",
+    RunsByRank: "not in the order of a sort by expert",
+    RunsTwiceTurned: "taken by the inverse permutation",
+    RunEnds: "not in the order of a sort by expert",
+    OtherRun: "not in the order of a sort by expert",
+    TwosAdded: "isn't proved to be what each rank said it sends",
 }
 
 
