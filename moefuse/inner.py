@@ -145,20 +145,22 @@ _COMPILE: dict[str, Callable[[fx.GraphModule, Sequence[Any], Mapping[str, Any]],
 
 @functools.lru_cache(maxsize=1)
 def _order_collectives() -> None:
-    """Let Inductor see `mega_moe.ep` as the collective it is.
+    """Let Inductor see `mega_moe.ep` and its gradient as the collectives they are.
 
     The scheduler moves nodes to save memory, by sizes that differ between ranks; collectives it keeps in their order.
     """
-    from torch._inductor import ir
     from torch._inductor.lowering import add_needs_realized_inputs, register_lowering
 
-    op = torch.ops.moefuse.mega_moe.ep
-    add_needs_realized_inputs(op)
+    for op in (torch.ops.moefuse.mega_moe.ep, torch.ops.moefuse.mega_moe_backward.ep):
+        add_needs_realized_inputs(op)
+        register_lowering(op, type_promotion_kind=None)(functools.partial(_as_collective, op))
 
-    @register_lowering(op, type_promotion_kind=None)
-    def lower(*args: Any, **kwargs: Any) -> Any:
-        outputs: Any = ir._CollectiveKernel.create(op, *args, **kwargs)
-        return tuple(output.wrap_for_lowering() for output in outputs)
+
+def _as_collective(op: Any, *args: Any, **kwargs: Any) -> Any:
+    from torch._inductor import ir
+
+    outputs: Any = ir._CollectiveKernel.create(op, *args, **kwargs)
+    return type(outputs)(output.wrap_for_lowering() for output in outputs)
 
 
 def _without_autocast(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol, cast
 
@@ -61,12 +61,21 @@ class CommContext:
     """See the module text. Made by `context_for`; nothing in it changes afterwards but the count of its traffic.
 
     rank, world_size, capacity: of this rank and its group. tensor: int64 [4] on the device, the `context` argument of
-    `mega_moe.ep`; it names this context and is meaningless in any other process.
+    `mega_moe.ep`; it names this context and is meaningless in any other process. collectives: the way of gradients, and
+    of all else where no memory is shared.
     """
 
-    def __init__(self, capacity: Capacity, rank: int, transport: Transport, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        capacity: Capacity,
+        rank: int,
+        collectives: Collectives,
+        shared: SharedMemory | None = None,
+        device: str = "cpu",
+    ) -> None:
         self.capacity, self.rank, self.world_size = capacity, rank, capacity.ep_world_size
-        self._transport = transport
+        self._transport: Transport = shared or collectives
+        self._collectives = collectives
         self._lock = threading.Lock()
         self._closed = ""
         self._pid = os.getpid()
@@ -84,7 +93,8 @@ class CommContext:
     @property
     def traffic(self) -> Traffic:
         """Bytes that this rank has moved between ranks so far."""
-        return self._transport.traffic
+        ways = {id(way): way.traffic for way in (self._transport, self._collectives)}
+        return Traffic(*map(sum, zip(*ways.values(), strict=True)))
 
     @property
     def bytes(self) -> int:
@@ -105,15 +115,31 @@ class CommContext:
             PeerError: another rank raised, died or didn't come in time.
         """
         self._check(call)
+        with self._using():
+            return self._transport.step(call)
+
+    def backward(self, call: Call, grad_y: Tensor, needs: Sequence[bool]) -> list[Tensor]:
+        """The gradients that `needs` asks for, of one layer whose y has the gradient grad_y [T, O].
+
+        Raises what `forward` raises.
+        """
+        self._check(call)
+        with self._using():
+            return self._collectives.backward(call, grad_y, needs)
+
+    @contextmanager
+    def _using(self) -> Iterator[None]:
+        """Inside, a step runs: one at a time. What goes wrong is news for the other ranks, and the context's end."""
         with self._lock:
             self._demand_open()
             try:
-                return self._transport.step(call)
+                yield
             except CapacityError:
                 raise
             except BaseException as error:
                 self._closed = f"it failed before: {' '.join(str(error).split()) or type(error).__name__}"
-                self._transport.poison(error)
+                for way in {self._transport, self._collectives}:
+                    way.poison(error)
                 raise
 
     @contextmanager
@@ -289,14 +315,16 @@ def _make(
     wanted = {**capacity.to_dict(), "device": torch.device(device).type, "transport": transport}
     name = f"{group.group_name}/{next(_attempts.setdefault(group.group_name, itertools.count()))}"
     meeting = Meeting(store, name, rank, world, timeout)
+    collectives = Collectives(capacity, group, store, name, timeout)
     with _telling(meeting):
         hello = {"host": _host(), "run": secrets.randbits(62), "wanted": wanted}
         said = meeting.exchange("hello", hello)
         agree([each["wanted"] for each in said], "the ranks ask for different contexts")
         if _share_memory(transport, device, [each["host"] for each in said]):
             views = _exchange_windows(meeting, capacity, said[0]["run"])
-            return CommContext(capacity, rank, SharedMemory(capacity, views, rank, timeout), device)
-        return CommContext(capacity, rank, Collectives(capacity, group, store, name, timeout), device)
+            shared = SharedMemory(capacity, views, rank, timeout)
+            return CommContext(capacity, rank, collectives, shared, device)
+        return CommContext(capacity, rank, collectives, device=device)
 
 
 @contextmanager

@@ -1,24 +1,40 @@
-"""`mega_moe.ep`: an expert-parallel layer on whatever target computes the experts.
+"""`mega_moe.ep`: an expert-parallel layer on whatever target computes the experts, and its gradient.
 
 In: the operator's arguments, x being this rank's tokens and the weights its own experts'. Out: y for this rank's
 tokens, and the slots that its experts received. Rows travel as the context says; each expert's rows go through the
-target's kernel as a layer with one slot per token.
+target's kernel as a layer with one slot per token, and in the other direction through its gradient.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from moefuse.comm.context import resolve
 from moefuse.comm.routing import Call
-from moefuse.ops.kernels import Kernel, register_communicator
+from moefuse.ops import kernels
+from moefuse.ops.kernels import Kernel, register_communicator, register_transposed
 from moefuse.ops.operands import Operands
 from moefuse.ops.options import Options
 
 
 @torch.no_grad()
-def run(kernel: Kernel, context: Tensor, operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
+def run(
+    kernel: Kernel, context: Tensor, operands: Operands, options: Options, training: bool
+) -> tuple[Tensor, Tensor]:
     """See the module text. Raises the errors of `CommContext.forward`."""
-    return resolve(context).forward(Call(operands, options, kernel))
+    call = Call(operands, options, kernel, "training" if training else "inference")
+    return resolve(context).forward(call)
+
+
+@torch.no_grad()
+def run_backward(
+    context: Tensor, grad_y: Tensor, operands: Operands, options: Options, needs: Sequence[bool]
+) -> list[Tensor]:
+    """The gradients that `needs` asks for, of this rank's tokens and of its own experts. Raises as `run` does."""
+    call = Call(operands, options, kernels.kernel("reference"), "backward")
+    return resolve(context).backward(call, grad_y, needs)
 
 
 register_communicator(run)
+register_transposed(run_backward)

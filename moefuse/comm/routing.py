@@ -5,7 +5,7 @@ that they mean the same; the sum is that of a layer on one rank (ops/expert.py),
 """
 
 import zlib
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,12 +20,19 @@ from moefuse.ops.options import Options
 _COMBINE_TOKENS = 64  # the rows of so many tokens are widened at a time, and stay in the cache
 
 
+Kind = Literal["inference", "training", "backward"]
+"""What a step is for: a forward without and with a gradient, and that gradient; alike on all ranks."""
+_KINDS: tuple[Kind, ...] = ("inference", "training", "backward")
+_KIND_BITS = 2
+
+
 class Call(NamedTuple):
-    """One forward of one layer on this rank: its tokens, its own experts, and the kernel that computes them."""
+    """One step of one layer on this rank: its tokens, its own experts, and the kernel that computes them."""
 
     operands: Operands
     options: Options
     kernel: Kernel
+    kind: Kind = "inference"
 
     @property
     def x(self) -> Tensor:
@@ -49,16 +56,19 @@ class Call(NamedTuple):
 
     def experts(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Rows [n, H], local expert of each [n, 1] int64, routing weights [n, 1] -> rows [n, O] in the dtype of x."""
-        # what is applied at home, to the sum over all slots, isn't applied to an expert's rows
-        local = self.options._replace(
+        own = self.operands._replace(x=rows, topk_ids=ids, topk_weights=weights)
+        return self.kernel(None, own, self.local_options)[0]
+
+    @property
+    def local_options(self) -> Options:
+        """Of this rank's experts as a layer: what is applied at home, to the sum over all slots, isn't part of it."""
+        return self.options._replace(
             num_experts=self.options.local_experts,
             ep_world_size=1,
             num_identity_experts=0,
             product_dtype=None,
             output_dtype=None,
         )
-        own = self.operands._replace(x=rows, topk_ids=ids, topk_weights=weights)
-        return self.kernel(None, own, local)[0]
 
     @property
     def weights_travel(self) -> bool:
@@ -67,10 +77,11 @@ class Call(NamedTuple):
 
     @property
     def fingerprint(self) -> int:
-        """Equal on all ranks that are in the same kind of layer."""
-        return zlib.crc32(
+        """Equal on all ranks that are in the same kind of layer, for the same."""
+        layer = zlib.crc32(
             repr((self.options, self.topk_ids.shape[1], self.x.shape[1], self.x.dtype)).encode()
         )
+        return layer << _KIND_BITS | _KINDS.index(self.kind)
 
 
 class Traffic(NamedTuple):
@@ -104,9 +115,16 @@ def check_notes(notes: Tensor, call: Call, capacity: Capacity) -> None:
             f"more tokens than the context holds: {', '.join(over)}, max_tokens_per_rank is {limit}. Nothing was "
             f"sent; make the context for the largest batch"
         )
-    other = [str(rank) for rank, value in enumerate(prints) if value != prints[0]]
-    if other:
-        raise ContextError(f"rank {', '.join(other)} runs another layer than rank 0 at the same time")
+    other = [rank for rank, value in enumerate(prints) if value != prints[0]]
+    if not other:
+        return
+    ranks = ", ".join(map(str, other))
+    if any(prints[rank] >> _KIND_BITS != prints[0] >> _KIND_BITS for rank in other):
+        raise ContextError(f"rank {ranks} runs another layer than rank 0 at the same time")
+    first, theirs = (_KINDS[prints[rank] % 2**_KIND_BITS] for rank in (0, other[0]))
+    raise ContextError(
+        f"a layer runs for {first} on rank 0 and for {theirs} on rank {ranks}: either all ranks want its gradient, or none"
+    )
 
 
 def combine(planes: Tensor, call: Call) -> Tensor:

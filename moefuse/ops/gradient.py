@@ -1,13 +1,14 @@
-"""The gradient of mega_moe, as a second operator `moefuse::mega_moe_backward`.
+"""The gradient of mega_moe, as a second operator `moefuse::mega_moe_backward`; its `ep` is that of `mega_moe.ep`.
 
 In: the gradient of y and the inputs of the forward call. Out: the gradients that are needed, flat, in the
 order x, topk_weights, weight1, weight2, bias1, bias2, row_scale. Each expert's rows are recomputed under autograd from
-its plain formula (expert.py), one expert at a time, so the forward pass saves nothing but its inputs.
+its plain formula (expert.py), one expert at a time, so the forward pass saves nothing but its inputs. Over several ranks
+rows travel once more, both ways (comm/): every rank runs it, whatever it needs of it.
 """
 
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -22,13 +23,15 @@ from moefuse.ops.expert import (
     scale_of,
     sum_dtype,
 )
+from moefuse.ops.kernels import transposed
 from moefuse.ops.library import LIBRARY, TAGS
+from moefuse.ops.operands import Operands
 from moefuse.ops.options import Options
 
 _T = TypeVar("_T")
 
-_SCHEMA = (
-    "mega_moe_backward(Tensor grad_y, Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor[] weight1,"
+_ARGUMENTS = (
+    "Tensor grad_y, Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor[] weight1,"
     " Tensor[] weight2, Tensor[] bias1, Tensor[] bias2, Tensor[] row_scale, *, bool[] needs,"
     " int num_experts, int ep_world_size=1,"
     " bool transpose_weight1=True, bool transpose_weight2=True, str gate_up='concat',"
@@ -39,7 +42,7 @@ _SCHEMA = (
 )
 
 
-_ROUNDINGS = ("target", "product_dtype", "output_dtype")
+_OF_FORWARD = ("target", "training", "product_dtype", "output_dtype")
 """Constants without which the gradient is computed: it takes roundings for the identity."""
 
 
@@ -50,6 +53,7 @@ class MegaMoeFunction(torch.autograd.Function):
     def forward(
         ctx: Any,
         call: Callable[..., tuple[Tensor, Tensor]],
+        spread: bool,
         constants: dict[str, Any],
         lengths: Sequence[int],
         context: Tensor | None,
@@ -58,10 +62,13 @@ class MegaMoeFunction(torch.autograd.Function):
         topk_weights: Tensor,
         *flat: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """`call` is the operator below autograd; `flat` the tensor lists, `lengths` long, one after another."""
-        ctx.save_for_backward(x, topk_ids, topk_weights, *flat)
-        ctx.lengths = lengths
-        ctx.constants = {k: v for k, v in constants.items() if k not in _ROUNDINGS}
+        """`call` is the operator below autograd; `flat` the tensor lists, `lengths` long, one after another.
+
+        spread: the layer runs over the ranks of `context`, and so does its gradient.
+        """
+        ctx.save_for_backward(x, topk_ids, topk_weights, *flat, *([context] if spread else []))
+        ctx.spread, ctx.lengths = spread, lengths
+        ctx.constants = {k: v for k, v in constants.items() if k not in _OF_FORWARD}
         *lists, scale = _cut(flat, lengths)
         y, nums = call(context, x, topk_ids, topk_weights, *lists, *scale, **constants)
         ctx.mark_non_differentiable(nums)
@@ -72,13 +79,14 @@ class MegaMoeFunction(torch.autograd.Function):
         """Gradients in the order of forward's arguments, None where none is needed."""
         x, topk_ids, topk_weights, *flat = ctx.saved_tensors
         lists = _cut(flat, ctx.lengths)
-        _, _, _, _, need_x, _, need_weights, *need_flat = ctx.needs_input_grad
+        _, _, _, _, _, need_x, _, need_weights, *need_flat = ctx.needs_input_grad
         needs = [need_x, need_weights, *(any(need) for need in _cut(need_flat, ctx.lengths))]
-        grads = iter(
-            torch.ops.moefuse.mega_moe_backward(
-                grad_y, x, topk_ids, topk_weights, *lists, needs=needs, **ctx.constants
-            )
-        )
+        inputs = (grad_y, x, topk_ids, topk_weights, *lists)
+        if ctx.spread:
+            found = _EP(flat[-1], *inputs, needs=needs, **ctx.constants)
+        else:
+            found = torch.ops.moefuse.mega_moe_backward(*inputs, needs=needs, **ctx.constants)
+        grads = iter(found)
         grad_x = next(grads) if need_x else None
         grad_weights = next(grads) if need_weights else None
         of_lists = [
@@ -86,7 +94,19 @@ class MegaMoeFunction(torch.autograd.Function):
             for tensors, need in zip(lists, needs[2:], strict=True)
             for _ in tensors
         ]
-        return None, None, None, None, grad_x, None, grad_weights, *of_lists
+        return None, None, None, None, None, grad_x, None, grad_weights, *of_lists
+
+
+_apply = cast(Callable[..., tuple[Tensor, Tensor]], MegaMoeFunction.apply)
+
+
+def recorded(
+    call: Callable[..., tuple[Tensor, Tensor]], spread: bool, args: Sequence[Any], constants: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """`call(*args, **constants)`, the operator below autograd, with a gradient. spread: see `MegaMoeFunction`."""
+    lists = [*args[4:8], [tensor for tensor in args[8:] if tensor is not None]]
+    flat = [tensor for tensors in lists for tensor in tensors]
+    return _apply(call, spread, constants, [len(tensors) for tensors in lists], *args[:4], *flat)
 
 
 def refuse_tangents(name: str, args: Sequence[Any]) -> None:
@@ -129,14 +149,30 @@ def _run(grad_y: Tensor, *operands: Any, needs: Sequence[bool], **constants: Any
         grad_weights[token, slot] = grads[1]
         for target, grad in zip((t for part in targets for t in part), grads[2:], strict=True):
             target.add_(grad)
-    if options.num_identity_experts:
-        token, slot = torch.where(identity_ids(topk_ids, options))
-        own = topk_weights[token, slot].to(dtype).unsqueeze(1)
-        grad_x.index_add_(0, token, grad_y[token] * own)
-        grad_weights[token, slot] = (grad_y[token] * x[token].to(dtype)).sum(-1).to(grad_weights.dtype)
+    add_identities(grad_x, grad_weights, grad_y, x, topk_ids, topk_weights, options)
     scales = [grad_scale.to(scale.dtype)] if scale is not None and grad_scale is not None else []
     groups = ([grad_x.to(x.dtype)], [grad_weights], *grad_lists, scales)
     return [grad for group, need in zip(groups, needs, strict=True) if need for grad in group]
+
+
+def add_identities(
+    grad_x: Tensor,
+    grad_weights: Tensor,
+    grad_y: Tensor,
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    options: Options,
+) -> None:
+    """Add what slots with an identity expert give, in place: to grad_x [T, H], of the sum's dtype as grad_y [T, H] is,
+    and to grad_weights [T, K].
+    """
+    if not options.num_identity_experts:
+        return
+    token, slot = torch.where(identity_ids(topk_ids, options))
+    own = topk_weights[token, slot].to(grad_y.dtype).unsqueeze(1)
+    grad_x.index_add_(0, token, grad_y[token] * own)
+    grad_weights[token, slot] = (grad_y[token] * x[token].to(grad_y.dtype)).sum(-1).to(grad_weights.dtype)
 
 
 def _views(lists: Sequence[Sequence[Tensor]], expert: int, options: Options) -> ExpertTensors:
@@ -161,6 +197,18 @@ def _expert_gradients(
         return list(torch.autograd.grad(rows, inputs, grad, materialize_grads=True))
 
 
+def _run_spread(
+    context: Tensor, grad_y: Tensor, *given: Any, needs: Sequence[bool], **constants: Any
+) -> list[Tensor]:
+    *tensors, row_scale = given
+    operands = Operands(*tensors)._replace(row_scale=row_scale[0] if row_scale else None)
+    return transposed()(context, grad_y, operands, Options(**constants), needs)
+
+
+def _fake_spread(context: Tensor, *tensors: Any, **constants: Any) -> list[Tensor]:
+    return _fake(*tensors, **constants)
+
+
 def _fake(grad_y: Tensor, *operands: Any, needs: Sequence[bool], **constants: Any) -> list[Tensor]:
     x, _, topk_weights, *lists = operands
     groups = ((x,), (topk_weights,), *lists)
@@ -172,7 +220,13 @@ def _no_second_gradient(ctx: Any, *grads: Any) -> None:
     raise NotImplementedError("mega_moe: gradients of gradients are not supported")
 
 
-LIBRARY.define(_SCHEMA, tags=TAGS)
-LIBRARY.impl("mega_moe_backward", _run, "CompositeExplicitAutograd")
-torch.library.register_fake("moefuse::mega_moe_backward", _fake, lib=LIBRARY)
-torch.library.register_autograd("moefuse::mega_moe_backward", _no_second_gradient, lib=LIBRARY)
+for _name, _first, _kernel, _meta in (
+    ("mega_moe_backward", "", _run, _fake),
+    ("mega_moe_backward.ep", "Tensor context, ", _run_spread, _fake_spread),
+):
+    LIBRARY.define(f"{_name}({_first}{_ARGUMENTS}", tags=TAGS)
+    LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"moefuse::{_name}", _meta, lib=LIBRARY)
+    torch.library.register_autograd(f"moefuse::{_name}", _no_second_gradient, lib=LIBRARY)
+_EP = torch.ops.moefuse.mega_moe_backward.ep
+torch.fx.node.has_side_effect(_EP)

@@ -4,7 +4,7 @@ In: targets register here when `moefuse.targets` is imported, the communicator w
 dictionary lookup per call. It lives below both so that the operator depends on neither.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -116,8 +116,12 @@ class Communicator(Protocol):
         context: Tensor,
         operands: Operands,
         options: Options,
+        training: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Returns y [T, O] of this rank's tokens and expert_token_nums [local experts] int32."""
+        """Returns y [T, O] of this rank's tokens and expert_token_nums [local experts] int32.
+
+        training: a gradient will be asked for; alike on all ranks.
+        """
         ...
 
 
@@ -136,3 +140,33 @@ def communicator(target: str) -> Communicator:
     if "" not in _COMMUNICATORS:
         import_module("moefuse.comm")
     return _COMMUNICATORS[""]
+
+
+def has_gradient(target: str) -> bool:
+    """True where the rows of mega_moe.ep(target=target) can travel back: the target leaves that to `moefuse.comm`."""
+    return target not in _COMMUNICATORS
+
+
+class Transposed(Protocol):
+    """The gradient of one layer over all ranks of a context."""
+
+    def __call__(
+        self, context: Tensor, grad_y: Tensor, operands: Operands, options: Options, needs: Sequence[bool]
+    ) -> list[Tensor]:
+        """grad_y: [T, O]. Returns the gradients that `needs` asks for, as mega_moe_backward does."""
+        ...
+
+
+_TRANSPOSED: list[Transposed] = []
+
+
+def register_transposed(transposed: Transposed) -> None:
+    """Make `transposed` answer mega_moe_backward.ep. The last registration holds."""
+    _TRANSPOSED[:] = [transposed]
+
+
+def transposed() -> Transposed:
+    """What answers mega_moe_backward.ep."""
+    if not _TRANSPOSED:
+        import_module("moefuse.comm")
+    return _TRANSPOSED[0]

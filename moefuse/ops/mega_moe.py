@@ -5,13 +5,13 @@ Out: y [T, O] and the slots that each expert received. Functional, differentiabl
 `mega_moe_backward`, in gradient.py), with a symbolic token count; ids outside 0..E-1 contribute nothing.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from moefuse.ops.gradient import MegaMoeFunction, refuse_tangents
+from moefuse.ops.gradient import recorded, refuse_tangents
 from moefuse.ops.kernels import kernel
 from moefuse.ops.library import LIBRARY, TAGS
 from moefuse.ops.operands import Operands
@@ -76,18 +76,9 @@ def _autograd(keyset: torch._C.DispatchKeySet, *args: Any, **constants: Any) -> 
     refuse_tangents("mega_moe", args)
     if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
         return _below_autograd(keyset, args, constants)
-    scale = [tensor for tensor in args[8:] if tensor is not None]
-    lists = [*args[4:8], scale]
-    return _apply(
-        lambda *inputs, **kwargs: _below_autograd(keyset, inputs, kwargs),
-        constants,
-        [len(tensors) for tensors in lists],
-        *args[:4],
-        *(tensor for tensors in lists for tensor in tensors),
-    )
+    return recorded(lambda *inputs, **kwargs: _below_autograd(keyset, inputs, kwargs), False, args, constants)
 
 
-_apply = cast(Callable[..., tuple[Tensor, Tensor]], MegaMoeFunction.apply)
 PLAIN_KEYS = frozenset(
     (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA, torch._C.DispatchKey.PrivateUse1)
 )

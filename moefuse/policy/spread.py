@@ -81,13 +81,6 @@ CHECKS = (
     ),
     Check("ep_group", ("group", "ep_group"), _group, subject=SpreadLayer),
     Check(
-        "ep_training",
-        ("training",),
-        lambda s: not s.training,
-        "gradients are wanted: a node that communicates has none",
-        subject=SpreadLayer,
-    ),
-    Check(
         "ep_capacity",
         ("ep_world_size", "num_experts", "top_k", "hidden", "out_features", "ep_max_tokens", "x_dtype"),
         _capacity,

@@ -21,7 +21,9 @@ def register(target: Target) -> None:
     _TARGETS[target.name] = target
     register_kernel(target.name, target.run)
     if target.communicates:
-        register_communicator(lambda _, *call: target.run(*call), target.name)
+        register_communicator(
+            lambda _, context, operands, options, training: target.run(context, operands, options), target.name
+        )
     if type(target).run_quantised is not Target.run_quantised:
         register_quant_kernel(target.name, target.run_quantised)
 

@@ -39,9 +39,11 @@ def test_it_equals_the_layer_on_one_rank(context) -> None:
 
 def test_opcheck(context) -> None:
     layer = make_layer(1)
-    # its schema is functional; autograd is refused, which the autograd test can't know
+    opcheck(OP, (context, layer.x.requires_grad_(), *layer.args[2:]), layer.kwargs)
+    lists = [*layer.args[4:], []]
+    inputs = (context, torch.ones(5, 5), layer.x.detach(), *layer.args[2:4], *lists)
     opcheck(
-        OP, (context, layer.x, *layer.args[2:]), layer.kwargs, test_utils=["test_schema", "test_faketensor"]
+        torch.ops.moefuse.mega_moe_backward.ep, inputs, {"needs": [True] * 4 + [False] * 3, "num_experts": 4}
     )
 
 
@@ -71,9 +73,9 @@ def test_no_compiler_removes_it_or_runs_it_twice(context, backend, monkeypatch) 
     from moefuse.comm import expert_parallel
     from moefuse.ops import kernels
 
-    def counted(kernel, context, operands, options):
+    def counted(kernel, context, operands, *rest):
         ran.append(operands.x[0, 0].item())
-        return expert_parallel.run(kernel, context, operands, options)
+        return expert_parallel.run(kernel, context, operands, *rest)
 
     monkeypatch.setitem(kernels._COMMUNICATORS, "", counted)
 
@@ -91,7 +93,8 @@ def test_no_compiler_removes_it_or_runs_it_twice(context, backend, monkeypatch) 
     assert [round(value - start) for value in ran] == [1, 2, 2]
 
 
-def test_inductor_keeps_it_in_its_place_among_collectives(context, monkeypatch) -> None:
+@pytest.mark.parametrize("training", [False, True])
+def test_inductor_keeps_it_in_its_place_among_collectives(context, training, monkeypatch) -> None:
     """The order of a graph's collectives is that of the graph, whatever would save memory."""
     from torch._inductor import comms
 
@@ -111,16 +114,20 @@ def test_inductor_keeps_it_in_its_place_among_collectives(context, monkeypatch) 
         b = torch.ops._c10d_functional.all_reduce(x * 3, "sum", dist.group.WORLD.group_name)
         z, _ = call(context, layer, x - 1)
         wait = torch.ops._c10d_functional.wait_tensor
-        return y.cos() + z, wait(a) + wait(b)
+        return y.cos() + z, wait(a).sin() + wait(b).cos()
 
     def backend(gm, inputs):
         return compile_inner(capture(gm, inputs).graph_module, inputs, "inductor", original=gm)
 
-    with torch.no_grad():
-        got = torch.compile(f, backend=backend, fullgraph=True)(layer.x)
-    torch.testing.assert_close(got, f(layer.x))
+    x = layer.x.clone().requires_grad_(training)
+    got = torch.compile(f, backend=backend, fullgraph=True)(x)
+    torch.testing.assert_close(got, f(x))
+    if training:
+        grads = [torch.autograd.grad(sum(part.sum() for part in parts), x)[0] for parts in (got, f(x))]
+        torch.testing.assert_close(*grads)
     names = ["mega_moe" if "mega_moe" in name else "all_reduce" for name in seen]
-    assert names == ["all_reduce", "mega_moe", "all_reduce", "mega_moe"]
+    order = ["all_reduce", "mega_moe", "all_reduce", "mega_moe"]
+    assert names == (order + order[::-1] if training else order)
 
 
 def test_the_token_count_stays_symbolic(context) -> None:
@@ -138,13 +145,71 @@ def test_the_token_count_stays_symbolic(context) -> None:
     assert counted.frame_count == 1
 
 
-def test_a_gradient_is_refused_and_none_is_not(context) -> None:
+def gradients(f, layer):
+    x = layer.x.clone().requires_grad_()
+    weights = [tensor.clone().requires_grad_() for part in layer.args[4:6] for tensor in part]
+    return torch.autograd.grad(f(x, *weights).square().sum(), [x, *weights])
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_its_gradient_is_that_of_one_rank_under_compilers(context, backend) -> None:
+    layer = make_layer(1)
+
+    def spread(x, w1, w2):
+        return OP(context, x.sin(), *layer.args[2:4], [w1], [w2], [], [], **layer.kwargs)[0].cos()
+
+    def alone(x, w1, w2):
+        y, _ = torch.ops.moefuse.mega_moe(
+            None, x.sin(), *layer.args[2:4], [w1], [w2], [], [], **layer.kwargs
+        )
+        return y.cos()
+
+    want = gradients(alone, layer)
+    got = gradients(torch.compile(spread, backend=backend, fullgraph=True), layer)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+    with torch.no_grad():
+        torch.testing.assert_close(call(context, layer, layer.x.requires_grad_())[0], layer.call("reference")[0])
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_its_gradient_runs_once_for_each_forward_the_last_first(context, backend, monkeypatch) -> None:
+    """And neither is removed where a rank needs nothing of it but for a weight."""
+    ran = []
+    from moefuse.comm.context import CommContext
+
+    forward, backward = CommContext.forward, CommContext.backward
+    monkeypatch.setattr(
+        CommContext, "forward", lambda *call: ran.append(int(call[1].options.activation_params[0])) or forward(*call)
+    )
+    monkeypatch.setattr(
+        CommContext, "backward", lambda *call: ran.append(-int(call[1].options.activation_params[0])) or backward(*call)
+    )
+    layer = make_layer(1)
+
+    def f(x, w1, w2):
+        for limit in (1.0, 2.0, 3.0):
+            kwargs = layer.kwargs | {"activation_params": [limit]}
+            y, _ = OP(context, x, *layer.args[2:4], [w1], [w2], [], [], **kwargs)
+            x = x + torch.nn.functional.pad(y, (0, 1))
+        return x
+
+    weights = [tensor.clone().requires_grad_() for part in layer.args[4:6] for tensor in part]
+    torch.compile(f, backend=backend, fullgraph=True)(layer.x, *weights).square().sum().backward()
+    assert ran == [1, 2, 3, -3, -2, -1]
+
+
+def test_what_has_no_gradient(context, monkeypatch) -> None:
     layer = make_layer(1)
     x = layer.x.clone().requires_grad_()
-    with pytest.raises(NotImplementedError, match=r"mega_moe\.ep has no gradient"):
+    (grad,) = torch.autograd.grad(call(context, layer, x)[0].square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="gradients of gradients are not supported"):
+        grad.sum().backward()
+    from moefuse.ops import kernels
+
+    monkeypatch.setitem(kernels._COMMUNICATORS, "reference", None)
+    with pytest.raises(NotImplementedError, match="target 'reference' exchanges rows itself and has no gradient"):
         call(context, layer, x)
-    with torch.no_grad():
-        torch.testing.assert_close(call(context, layer, x)[0], call(context, layer)[0])
 
 
 def test_the_overload_for_one_rank_refuses_several() -> None:
