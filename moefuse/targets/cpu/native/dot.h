@@ -9,6 +9,9 @@
 
 namespace moefuse {
 
+#ifndef WIDE8
+#define WIDE8 12
+#endif
 constexpr int ROWS = 4;
 #if defined(MOEFUSE_ISA_AVX512)
 constexpr int TOKENS = 6;  // 24 sums, 4 weights and a token value in 32 registers
@@ -44,32 +47,57 @@ static inline void add_lane_sums(float* c, f32v a, f32v b, f32v d, f32v e) {
 }
 #endif
 
-// Weights to fetch while a tile computes: the first `rows` rows at `from`, with the stride of W.
+// Asks for the rows of W that come next, in the order in which they lie: row after row, which memory and the hardware's
+// own prefetching like better than a line of each.
 template <class D>
-struct Fetch {
-    const D* from;
-    int rows;
+class RowsAhead {
+   public:
+    RowsAhead(const D* from, ptrdiff_t ldw, int k)
+        : at_(from), lines_((k + LINE - 1) / LINE), left_(lines_), gap_(ldw - ptrdiff_t(lines_) * LINE) {}
+    void ask(int lines) {
+        for (int i = 0; i < lines; i++) {
+            __builtin_prefetch(at_, 0, 3);
+            at_ += LINE;
+            if (--left_ == 0) at_ += gap_, left_ = lines_;
+        }
+    }
+
+   private:
+    static constexpr int LINE = 64 / sizeof(D);
+    const D* at_;
+    int lines_, left_;
+    ptrdiff_t gap_;
 };
 
 template <class D, int R, int T>
 static void dot_tile(const D* w, ptrdiff_t ldw, const typename Mac<D>::X* x, ptrdiff_t ldx, int k, float* c,
-                     ptrdiff_t ldc, Fetch<D> fetch) {
+                     ptrdiff_t ldc, RowsAhead<D>& ahead, int lines) {
     using M = Mac<D>;
     f32v sums[R][T] = {};
     const int whole = k / M::STEP * M::STEP;
     int i = 0;
     for (; i < whole; i += M::STEP) {
-        typename M::Reg rows[R];
+        ahead.ask(lines);
+        if constexpr (R > T) {
+            typename M::Reg values[T];
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-            rows[r] = M::weights(w + r * ldw + i);
-            if (r < fetch.rows) __builtin_prefetch(fetch.from + r * ldw + i, 0, 3);
-        }
+            for (int t = 0; t < T; t++) values[t] = M::values(x + t * ldx + i);
 #pragma GCC unroll 8
-        for (int t = 0; t < T; t++) {
-            const typename M::Reg values = M::values(x + t * ldx + i);
+            for (int r = 0; r < R; r++) {
+                const typename M::Reg row = M::weights(w + r * ldw + i);
 #pragma GCC unroll 8
-            for (int r = 0; r < R; r++) sums[r][t] = M::add(sums[r][t], rows[r], values);
+                for (int t = 0; t < T; t++) sums[r][t] = M::add(sums[r][t], row, values[t]);
+            }
+        } else {
+            typename M::Reg rows[R];
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) rows[r] = M::weights(w + r * ldw + i);
+#pragma GCC unroll 8
+            for (int t = 0; t < T; t++) {
+                const typename M::Reg values = M::values(x + t * ldx + i);
+#pragma GCC unroll 8
+                for (int r = 0; r < R; r++) sums[r][t] = M::add(sums[r][t], rows[r], values);
+            }
         }
     }
     if (i < k) {
@@ -82,8 +110,10 @@ static void dot_tile(const D* w, ptrdiff_t ldw, const typename Mac<D>::X* x, ptr
     }
 #pragma GCC unroll 8
     for (int t = 0; t < T; t++) {
-        if constexpr (R == ROWS) {
-            add_lane_sums(c + t * ldc, sums[0][t], sums[1][t], sums[2][t], sums[3][t]);
+        if constexpr (R % ROWS == 0) {
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r += ROWS)
+                add_lane_sums(c + t * ldc + r, sums[r][t], sums[r + 1][t], sums[r + 2][t], sums[r + 3][t]);
         } else {
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) c[t * ldc + r] += lane_sum(sums[r][t]);
@@ -91,13 +121,31 @@ static void dot_tile(const D* w, ptrdiff_t ldw, const typename Mac<D>::X* x, ptr
     }
 }
 
-template <class D, int R, int T = TOKENS>
+template <class D, int R, int T>
 static inline void dot_tokens(int tokens, const D* w, ptrdiff_t ldw, const typename Mac<D>::X* x, ptrdiff_t ldx,
-                              int k, float* c, ptrdiff_t ldc, Fetch<D> fetch) {
+                              int k, float* c, ptrdiff_t ldc, RowsAhead<D>& ahead, int lines) {
     if constexpr (T > 1) {
-        if (tokens < T) return dot_tokens<D, R, T - 1>(tokens, w, ldw, x, ldx, k, c, ldc, fetch);
+        if (tokens < T) return dot_tokens<D, R, T - 1>(tokens, w, ldw, x, ldx, k, c, ldc, ahead, lines);
     }
-    dot_tile<D, R, T>(w, ldw, x, ldx, k, c, ldc, fetch);
+    dot_tile<D, R, T>(w, ldw, x, ldx, k, c, ldc, ahead, lines);
+}
+
+// Strips of R rows of W against t rows of X in groups of at most T; returns how many rows were done.
+template <class D, int R, int T>
+static int dot_strips(const D* w, ptrdiff_t ldw, int from, int n, const typename Mac<D>::X* x, ptrdiff_t ldx, int t,
+                      int k, float* c, ptrdiff_t ldc, const D* next) {
+    const int groups = (t + T - 1) / T;
+    int row = from;
+    for (; row + R <= n; row += R) {
+        RowsAhead<D> ahead(row + R < n ? w + (row + R) * ldw : next, ldw, k);
+        for (int g = 0; g < groups; g++) {
+            const int begin = t * g / groups, end = t * (g + 1) / groups;
+            const int lines = R * (g + 1) / groups - R * g / groups;
+            dot_tokens<D, R, T>(end - begin, w + row * ldw, ldw, x + begin * ldx, ldx, k, c + begin * ldc + row, ldc,
+                                ahead, lines);
+        }
+    }
+    return row;
 }
 
 // n rows of W against t rows of X over k values; c [t][ldc] is added to. `next` is what will be read afterwards:
@@ -105,19 +153,12 @@ static inline void dot_tokens(int tokens, const D* w, ptrdiff_t ldw, const typen
 template <class D>
 static void dot_panel(const D* w, ptrdiff_t ldw, int n, const typename Mac<D>::X* x, ptrdiff_t ldx, int t, int k,
                       float* c, ptrdiff_t ldc, const D* next) {
-    const int groups = (t + TOKENS - 1) / TOKENS, group = (t + groups - 1) / groups;
-    for (int row = 0; row + ROWS <= n; row += ROWS) {
-        const D* after = row + ROWS < n ? w + (row + ROWS) * ldw : next;
-        for (int i = 0, g = 0; i < t; i += group, g++) {
-            const int from = g * ROWS / groups, to = (g + 1) * ROWS / groups;
-            dot_tokens<D, ROWS>(t - i < group ? t - i : group, w + row * ldw, ldw, x + i * ldx, ldx, k,
-                                c + i * ldc + row, ldc, {after + from * ldw, to - from});
-        }
-    }
-    for (int row = n / ROWS * ROWS; row < n; row++)
-        for (int i = 0; i < t; i += group)
-            dot_tokens<D, 1>(t - i < group ? t - i : group, w + row * ldw, ldw, x + i * ldx, ldx, k, c + i * ldc + row,
-                             ldc, {next, 0});
+    int row = 0;
+#if defined(MOEFUSE_ISA_AVX512)
+    if (t > WIDE8) row = dot_strips<D, 8, 3>(w, ldw, row, n, x, ldx, t, k, c, ldc, next);
+#endif
+    row = dot_strips<D, ROWS, TOKENS>(w, ldw, row, n, x, ldx, t, k, c, ldc, next);
+    dot_strips<D, 1, TOKENS>(w, ldw, row, n, x, ldx, t, k, c, ldc, next);
 }
 
 }  // namespace moefuse

@@ -70,7 +70,7 @@ static void outer_tile(const D* w, ptrdiff_t ldk, const typename Mac<D>::X* x, p
 #pragma GCC unroll 16
         for (int t = 0; t < T; t++) {
             const typename M::Reg value = M::repeated(x + t * ldx + i);
-#pragma GCC unroll 16
+#pragma GCC unroll 24
             for (int v = 0; v < V; v++) sums[t][v] = M::add(sums[t][v], row[v], value);
         }
     };
@@ -87,7 +87,9 @@ static void outer_tile(const D* w, ptrdiff_t ldk, const typename Mac<D>::X* x, p
         for (; i + M::PAIR <= k; i += M::PAIR) step(i, true, n);
         if (i < k) step(i, false, n);
     }
+#pragma GCC unroll 16
     for (int t = 0; t < T; t++)
+#pragma GCC unroll 16
         for (int v = 0; v < V; v += 2) {
             Columns<D>::in_order(sums[t] + v);
             for (int j = v; j < v + 2; j++) store(c + t * ldc + j * LANES, load(c + t * ldc + j * LANES) + sums[t][j]);

@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "amx.h"
+#include "dot.h"
 #include "outer.h"
 
 namespace moefuse {
@@ -184,37 +185,14 @@ static void packed_panel(At&& at, int n, const D* x, ptrdiff_t stride, int t, in
     for (; row < n; row++) strip(std::integral_constant<int, 1>{}, row);
 }
 
-// Asks for as many rows of W as a strip has, R lines of 64 bytes at a time, in the order in which they lie: row after
-// row, which memory and the hardware's own prefetching like better than a line of each.
-template <class D, int R>
-class RowsAhead {
-   public:
-    RowsAhead(const D* from, ptrdiff_t ldw, int k)
-        : at_(from), lines_((k + LINE - 1) / LINE), left_(lines_), gap_(ldw - ptrdiff_t(lines_) * LINE) {}
-    void operator()(int) {
-#pragma GCC unroll 16
-        for (int r = 0; r < R; r++) {
-            __builtin_prefetch(at_, 0, 2);
-            at_ += LINE;
-            if (--left_ == 0) at_ += gap_, left_ = lines_;
-        }
-    }
-
-   private:
-    static constexpr int LINE = 64 / sizeof(D);
-    const D* at_;
-    int lines_, left_;
-    ptrdiff_t gap_;
-};
-
 // Weights as they lie, k contiguous, without tiles. `next` is what will be read after this panel.
 template <class D>
 static void packed_vectors(const D* w, ptrdiff_t ldw, int n, const D* x, ptrdiff_t stride, int t, int64_t k0, int k,
                            float* c, ptrdiff_t ldc, const D* next) {
     packed_panel<D>([=](int row) { return Rows<D>{w + row * ldw, ldw}; }, n, x, stride, t, k0, k, c, ldc,
                     [=](int row, auto rows) {
-                        return RowsAhead<D, decltype(rows)::value>(
-                            row + 2 * rows <= n ? w + (row + rows) * ldw : next, ldw, k);
+                        RowsAhead<D> ahead(row + 2 * rows <= n ? w + (row + rows) * ldw : next, ldw, k);
+                        return [ahead](int) mutable { ahead.ask(decltype(rows)::value); };
                     });
 }
 
