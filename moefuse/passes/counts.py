@@ -27,6 +27,7 @@ class Counts:
 
     def __init__(self, site: Site) -> None:
         layer, spec = site.layer, site.spec
+        self._ids = layer.ids.node if isinstance(layer.ids, Leaf) else None
         self.slots = sizes.expr(sizes.product(axis.size for axis in (*layer.tokens, *layer.slots)))
         self._each = [
             sympy.Symbol(f"count_{e}", integer=True, nonnegative=True)
@@ -42,25 +43,25 @@ class Counts:
         for symbol, meaning in site.counts.items():
             if (arrived := self._arrived(meaning, layer)) is not None:
                 self._known[symbol] = arrived
-            elif isinstance(meaning, Perm | Pick | Tally) and self._of_layer(meaning, layer):
+            elif isinstance(meaning, Perm | Pick | Tally) and self._of_layer(meaning):
                 self._known[symbol] = self._count(meaning)
 
     def _arrived(self, meaning: Counted, layer: Layer) -> sympy.Expr | None:
         """The number of rows that come here, from one rank or from all; None for another count."""
         rows = arrival((meaning,)) if isinstance(meaning, Perm | Arrived) else None
-        if rows is not None and (rows.ids, rows.ranks) == (layer.ids.node, layer.ranks):
+        if rows is not None and (rows.ids, rows.ranks) == (self._ids, layer.ranks):
             return sympy.Add(*self._from)
-        if isinstance(meaning, Inflow) and (meaning.ids.node, meaning.ranks) == (layer.ids.node, layer.ranks):
+        if isinstance(meaning, Inflow) and (meaning.ids.node, meaning.ranks) == (self._ids, layer.ranks):
             rank = one_of(meaning.source)
             return self._from[rank] if rank is not None else None
         return None
 
-    def _of_layer(self, meaning: Perm | Pick | Tally, layer: Layer) -> bool:
+    def _of_layer(self, meaning: Perm | Pick | Tally) -> bool:
         """True for a count of the layer's own ids.
 
         False for the count of an expert that there is not: of ids that belong to nothing there may be any number.
         """
-        if (ids := _ids(meaning)) is None or ids.node is not layer.ids.node:
+        if (ids := _ids(meaning)) is None or ids.node is not self._ids:
             return False
         return self._checked or isinstance(meaning, Perm) or max(_experts(meaning)) < len(self._each)
 

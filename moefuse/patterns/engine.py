@@ -29,6 +29,7 @@ from moefuse.patterns import (
     pieces,
     pointwise,
     router,
+    shared,
     structure,
 )
 from moefuse.patterns.facts import (
@@ -159,14 +160,22 @@ class Lifter:
     # --- the pass ----------------------------------------------------------------------------------------
 
     def run(self, graph: Graph) -> Lifted:
-        """Visit every node once, in order; then close layers that end without a sum (one slot per token)."""
+        """Visit every node once, in order; close layers that end without a sum (one slot per token); look beside them."""
         for node in graph.nodes:
             if node.op == "call_function":
                 self._visit(node)
         self._close_loops(graph)
         self._close_single_slot()
         self.result.sites.sort(key=_position(graph))
+        self._look_beside()
         return self.result
+
+    def _look_beside(self) -> None:
+        """Find the layers' shared experts: each belongs to one layer."""
+        taken = {site.node for site in self.result.sites}
+        for site in self.result.sites:
+            site.shared = shared.beside(self, site, taken)
+            taken.update(expert.node for expert in site.shared if isinstance(expert, Site))
 
     def _visit(self, node: Node) -> None:
         try:

@@ -21,6 +21,7 @@ from moefuse.patterns.facts import (
     Axis,
     Conflict,
     Const,
+    Digit,
     Dims,
     Expr,
     Group,
@@ -59,7 +60,8 @@ class Layer:
     weights are selected by `ids`; a loop has one tensor per expert. row_scale: as weight2, or one shared by all.
     identities: how many experts behind the last one return the token's row. quant: None for experts of floats.
     ranks: how the experts are spread over a process group, None where all are here; the weights are those of this rank.
-    first: the id of the first expert; slots with ids below it, or past the last one, go nowhere.
+    first: the id of the first expert; slots with ids below it, or past the last one, go nowhere. ids: one number where
+    every token goes to that expert.
     """
 
     tokens: tuple[Axis, ...]
@@ -68,7 +70,7 @@ class Layer:
     inner: tuple[Axis, ...]
     features: tuple[Axis, ...]
     x: Expr
-    ids: Leaf
+    ids: Leaf | Const
     weights: tuple[Expr, ...]
     weight1: tuple[Leaf, ...]
     weight2: tuple[Leaf, ...]
@@ -101,17 +103,20 @@ class Layer:
 def describe(
     lift: Lifting, body: Expr, slots: tuple[Axis, ...], dims: Dims, case_ids: Expr | None = None
 ) -> Layer:
-    """The layer that sums `body` over `slots`. case_ids: the ids of a loop, whose weights aren't selected by them."""
+    """The layer that sums `body` over `slots`.
+
+    case_ids: where weights aren't selected by ids, the ids of a loop, or the number of the one expert.
+    """
     every, norm = take_norm(factors(body))
     core, outputs = split_factors(every)
     second, firsts, program, mids = _gemms(core)
     x, inputs = _token_rows(lift, firsts, slots)
     scale = (norm.scale,) if norm is not None and norm.scale is not None else ()
     chosen = _same_ids([second, *firsts], case_ids, scale)
-    ids = chosen if isinstance(chosen, Leaf) else chosen.ids
+    ids = chosen if isinstance(chosen, Leaf | Const) else chosen.ids
     hidden = firsts[0].over
     tokens = _token_axes(x, hidden, ids, slots)
-    if not isinstance(chosen, Leaf | Among):
+    if not isinstance(chosen, Leaf | Const | Among):
         _demand_no_scales([*outputs, *mids, *inputs])
     position = _position(outputs, mids, inputs)
     _check_weights([*outputs, *mids, *inputs], {*tokens, *slots})
@@ -255,14 +260,14 @@ def _per_slot(leaf: Leaf, over: tuple[Axis, ...], slots: tuple[Axis, ...]) -> bo
 
 def _same_ids(
     linears: list[Linear], case_ids: Expr | None, scale: tuple[Leaf, ...]
-) -> Leaf | Local | Spread | Among:
+) -> Leaf | Const | Local | Spread | Among:
     """The ids that select every weight, bias and row scale (unless all experts share it).
 
-    In a loop: those that were compared with the expert's number.
+    In a loop: those that were compared with the expert's number. Of an expert that every token goes to: its number.
     """
     if case_ids is not None:
         selected = any(leaf.selectors for leaf in (*(one.weight for one in linears), *scale))
-        if not isinstance(case_ids, Leaf | Spread | Among) or selected:
+        if not isinstance(case_ids, Leaf | Const | Spread | Among) or selected:
             raise Conflict("a loop over experts whose weights are selected by ids once more")
         return case_ids
     leaves = [leaf for one in linears for leaf in one.leaves]
@@ -277,7 +282,9 @@ def _same_ids(
     return first
 
 
-def _token_axes(rows: Expr, hidden: tuple[Axis, ...], ids: Leaf, slots: tuple[Axis, ...]) -> tuple[Axis, ...]:
+def _token_axes(
+    rows: Expr, hidden: tuple[Axis, ...], ids: Leaf | Const, slots: tuple[Axis, ...]
+) -> tuple[Axis, ...]:
     """The token axes, in the order in which the token row is indexed."""
     leaves = [e for e in walk(rows) if isinstance(e, Leaf)]
     main = next((leaf for leaf in leaves if leaf.axes >= set(hidden) and not leaf.selectors), None)
@@ -286,8 +293,8 @@ def _token_axes(rows: Expr, hidden: tuple[Axis, ...], ids: Leaf, slots: tuple[Ax
     tokens = tuple(d for g in main.index for d in g if isinstance(d, Axis) and d not in hidden)
     if any(not isinstance(d, Axis) for g in main.index for d in g):
         raise Conflict(f"`{main.node.name}` is not read whole as the token rows")
-    index = [d for g in ids.index for d in g]
-    if any(not isinstance(d, Axis) for d in index):
+    index: list[Digit] = [*tokens, *slots] if isinstance(ids, Const) else [d for g in ids.index for d in g]
+    if isinstance(ids, Leaf) and any(not isinstance(d, Axis) for d in index):
         raise Conflict(f"only a part of the ids `{ids.node.name}` is used")
     if not set(slots) <= set(index):
         raise Conflict("the combine sums over something other than the slots of a token")

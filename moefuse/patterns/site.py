@@ -40,6 +40,7 @@ class Site:
 
     dims: the node's dims in the layer's axes. base: a node that the layer's output is added to. terms: the dtype to
     which weighted rows are rounded before they are summed. counts: sizes of the graph that count some expert's slots.
+    shared: its shared experts as layers of their own, or why they can't be (shared.py).
     """
 
     node: Node
@@ -48,6 +49,7 @@ class Site:
     base: Node | None = None
     terms: torch.dtype | None = None
     counts: Mapping[sympy.Symbol, Counted] = field(default_factory=dict)
+    shared: tuple["Site | str", ...] = ()
     spec: MoeSpec = field(init=False)
 
     def __post_init__(self) -> None:
@@ -125,7 +127,8 @@ def _spec(site: Site) -> MoeSpec:
         num_identity_experts=layer.identities,
         has_router_weight=any(not isinstance(factor, Const) for factor in layer.weights),
         ep_world_size=world,
-        ids_checked=layer.first == 0 and chosen_from(layer.ids) == count * world + layer.identities,
+        ids_checked=isinstance(layer.ids, Const)
+        or (layer.first == 0 and chosen_from(layer.ids) == count * world + layer.identities),
     )
 
 
