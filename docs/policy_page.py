@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from moefuse import policy, targets
-from moefuse.policy import Check, spread
+from moefuse.policy import Check, shared, spread
 
 COLUMNS = "| check | reads | says when it fails |\n|---|---|---|\n"
 PAGE = Path(__file__).with_name("policy.md")
@@ -29,6 +29,10 @@ def page() -> str:
         parts += [_row(check) for check in policy.checks_of(target)]
     parts.append(f"\n## Experts spread over ranks\n\nAsked after the target's.\n\n{COLUMNS}")
     parts += [_row(check) for check in spread.CHECKS]
+    parts.append(
+        f"\n## Shared experts\n\nAsked after the target's; no is no reason against the layer.\n\n{COLUMNS}"
+    )
+    parts += [_row(check) for check in shared.CHECKS]
     return "".join(parts)
 
 

@@ -316,7 +316,7 @@ def _failed(index: int, nodes: int, error: Exception) -> GraphReport:
 
 
 def _unused_excludes(options: Options, result: FuseResult) -> str:
-    paths = [layer.layer for layer in result.layers]
+    paths = [path for one in result.layers for path in (one.layer, *(expert.layer for expert in one.shared))]
     unused = [p for p in options.exclude if not any(Options(exclude=(p,)).excluded(path) for path in paths)]
     if not unused:
         return ""

@@ -23,9 +23,10 @@ from moefuse.passes.fuse import escaping, fuse_site, travels
 from moefuse.passes.lift import Candidate, find
 from moefuse.passes.plan_comm import Agreed, Contact
 from moefuse.passes.record import Recorder, Recording
+from moefuse.passes.shared import absorb
 from moefuse.passes.streams import crossing, off_stream
 from moefuse.passes.unmark import clear, demand_fused, prove
-from moefuse.passes.verify import Checker, checker
+from moefuse.passes.verify import Checker, Pair, checker
 from moefuse.patterns.engine import lift
 from moefuse.patterns.facts import Conflict
 from moefuse.patterns.loop_regions import collect
@@ -45,7 +46,8 @@ class FuseResult:
 
     graph_module: rewritten in place. layers: a verdict each. calls: the mega_moe nodes. seconds: CPU time per pass.
     checker: compares the fused layers, in their order, with their regions; with the option verify only. contexts: those
-    of the layers whose experts are spread over ranks. replaced: each fused layer's output, as it was and as it is.
+    of the layers whose experts are spread over ranks. replaced: each fused layer's output, as it was and as it is, then
+    those of the shared experts beside it that became nodes too.
     """
 
     graph_module: GraphModule
@@ -56,7 +58,7 @@ class FuseResult:
     seconds: dict[str, float] = field(default_factory=dict)
     checker: Checker | None = None
     contexts: list[ContextReport] = field(default_factory=list)
-    replaced: list[tuple[Node, Node]] = field(default_factory=list)
+    replaced: list[list[Pair]] = field(default_factory=list)
 
 
 def run(
@@ -140,7 +142,7 @@ def _run(
         gm.recompile()
     if record:
         with _timed(result.seconds, "record"):
-            outputs = iter([output for _, output in result.replaced])
+            outputs = iter([pairs[0][1] for pairs in result.replaced])
             for i, (recording, layer) in enumerate(zip(recordings, result.layers, strict=True)):
                 output = next(outputs) if layer.fused else None
                 region, saved = recorder.finish(graph, recording, output)
@@ -197,7 +199,7 @@ def _treat(
     options: Options,
     comm: Agreed,
     calls: list[Node],
-    replaced: list[tuple[Node, Node]],
+    replaced: list[list[Pair]],
 ) -> LayerReport:
     """The verdict on one candidate, and the rewrite if it is yes."""
     report = LayerReport(
@@ -235,9 +237,15 @@ def _treat(
         if comm.context:
             raise
         return replace(report, check="emit", reason=conflict.reason)
+    beside = absorb(graph, site, options, decision.target)
     calls.append(call)
-    replaced.append((site.node, output))
-    return replace(report, fused=True, comm=_communication(site) or comm.words)
+    replaced.append([(site.node, output), *(pair for _, pair in beside if pair is not None)])
+    return replace(
+        report,
+        fused=True,
+        comm=_communication(site) or comm.words,
+        shared=tuple(verdict for verdict, _ in beside),
+    )
 
 
 def _communication(site: Site) -> str:
@@ -255,7 +263,10 @@ def _verify(graph: Graph, candidates: list[Candidate], layers: list[LayerReport]
     graph.lint()
     left = set(graph.nodes)
     for candidate, layer in zip(candidates, layers, strict=True):
-        if layer.fused and candidate.site is not None and candidate.site.gemms & left:
+        if not layer.fused or candidate.site is None:
+            continue
+        beside = [e for e, verdict in zip(candidate.site.shared, layer.shared, strict=True) if verdict.fused]
+        if any(site.gemms & left for site in (candidate.site, *beside)):
             raise RuntimeError(f"{layer.layer}: its own GEMMs are still in the graph after the rewrite")
 
 

@@ -7,6 +7,7 @@ one layer isn't carried into the next, where a router would turn it into another
 The old outputs are dead code in the fused graph, so a checker must be made before that is removed.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,9 @@ from torch.fx import Graph, GraphModule, Node
 from moefuse.inner import compile_inner
 from moefuse.ops.spec import MoeSpec
 
+Pair = tuple[Node, Node]
+"""An output as it was and as it is."""
+
 _EPS = 8
 """Roundings between two results of one layer: of h1, the activation, h2, the product and the sums over the slots."""
 
@@ -28,9 +32,13 @@ class VerifyError(RuntimeError):
 
 @dataclass(frozen=True)
 class Checker:
-    """`graph_module` returns (old, new) for each fused layer; it shares the parameters and changes no input."""
+    """`graph_module` returns (old, new) for each pair; it shares the parameters and changes no input.
+
+    layers: how many pairs each fused layer has: its own, and those of the shared experts beside it.
+    """
 
     graph_module: GraphModule
+    layers: tuple[int, ...]
 
     def differences(self, args: Sequence[Any]) -> list[float] | None:
         """The largest difference of a token's output in each layer, relative to its size (see `difference`).
@@ -44,18 +52,21 @@ class Checker:
         with torch.no_grad(), torch.random.fork_rng(), torch._C._DisableAutocast():
             outputs = run(*args)
         pairs = list(zip(outputs[::2], outputs[1::2], strict=True))
-        return [difference(old, new) for old, new in pairs] if all(old.numel() for old, _ in pairs) else None
+        if not all(old.numel() for old, _ in pairs):
+            return None
+        apart = iter([difference(old, new) for old, new in pairs])
+        return [max(itertools.islice(apart, count)) for count in self.layers]
 
 
-def checker(gm: GraphModule, pairs: Sequence[tuple[Node, Node]]) -> Checker:
-    """A checker for (old, new) output nodes that both stand in the graph of `gm`, which isn't changed."""
+def checker(gm: GraphModule, layers: Sequence[Sequence[Pair]]) -> Checker:
+    """A checker for each layer's (old, new) output nodes that both stand in the graph of `gm`, which isn't changed."""
     copy = Graph()
     nodes: dict[Node, Node] = {}
     copy.graph_copy(gm.graph, nodes)
-    copy.output(tuple(nodes[node] for pair in pairs for node in pair))
+    copy.output(tuple(nodes[node] for pairs in layers for pair in pairs for node in pair))
     # Also writes to inputs: they happen in the real run.
     copy.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
-    return Checker(GraphModule(gm, copy))
+    return Checker(GraphModule(gm, copy), tuple(map(len, layers)))
 
 
 def difference(old: Tensor, new: Tensor) -> float:

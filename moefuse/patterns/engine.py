@@ -160,7 +160,7 @@ class Lifter:
     # --- the pass ----------------------------------------------------------------------------------------
 
     def run(self, graph: Graph) -> Lifted:
-        """Visit every node once, in order; close layers that end without a sum (one slot per token); look beside them."""
+        """Visit every node once, in order; close layers that end without a sum (one slot per token); look beside."""
         for node in graph.nodes:
             if node.op == "call_function":
                 self._visit(node)

@@ -63,7 +63,8 @@ def _scattered(node: Node) -> tuple[Node | None, Node | None]:
 
 
 def _whole(site: Site, scatter: Node, output: Node, place: Place) -> Site:
-    layer = site.layer
+    layer, chosen = site.layer, site.layer.ids
+    assert isinstance(chosen, Leaf)  # a routed layer
     if argument(scatter, 1) != "sum" or argument(scatter, 2) != place.world:
         raise Conflict(
             f"the ranks' parts are combined by {argument(scatter, 1)!r}, not by a sum over all ranks"
@@ -79,12 +80,12 @@ def _whole(site: Site, scatter: Node, output: Node, place: Place) -> Site:
     tokens = (Axis(value(output).shape[0]),)
     x = _own_rows(layer, tokens, place)
     weights, weight_node = _routing_weights(layer)
-    ids = _source(layer.ids.node, place)
+    ids = _source(chosen.node, place)
     if ids is None or ids.node is None:
         raise Conflict(
-            f"the ids `{layer.ids.node.name}` are not made from ids that were gathered over the same group"
+            f"the ids `{chosen.node.name}` are not made from ids that were gathered over the same group"
         )
-    count = chosen_from(Leaf(ids.node, layer.ids.index))
+    count = chosen_from(Leaf(ids.node, chosen.index))
     local = _local_experts(layer)
     if count is None or count != local * place.world or count > MOST_EXPERTS:
         raise Conflict(
@@ -102,7 +103,7 @@ def _whole(site: Site, scatter: Node, output: Node, place: Place) -> Site:
         layer,
         tokens=tokens,
         x=x,
-        ids=Leaf(ids.node, _moved(layer.ids.index, own)),
+        ids=Leaf(ids.node, _moved(chosen.index, own)),
         weights=tuple(routing),
         ranks=ranks,
     )
@@ -204,7 +205,9 @@ def _demand_mask(
     """
     every = torch.arange(ranks.world * ranks.experts)
     mine = (every >= ranks.first) & (every < ranks.first + ranks.experts)
-    local = _run(layer.ids.node, {ids.gathered: every})
+    chosen = layer.ids
+    assert isinstance(chosen, Leaf)
+    local = _run(chosen.node, {ids.gathered: every})
     if not torch.equal(local[mine], every[mine] - ranks.first):
         raise Conflict(f"the ids of this rank's experts, {ranks.first} and on, don't become 0 and on")
     wraps = any(at.wraps for leaf in layer.weight2 for at in leaf.selectors)
@@ -212,7 +215,7 @@ def _demand_mask(
     factor, own = 1.0, None
     silent = nobody
     if weight is not None:
-        float_source = _scaled_source(weight, layer.ids, ids, place)
+        float_source = _scaled_source(weight, chosen, ids, place)
         numbers = every.repeat_interleave(len(_DRAWS))
         double = value(float_source.node).dtype == torch.float64
         draws = torch.tensor(_DRAWS, dtype=torch.float64 if double else torch.float32).repeat(len(every))

@@ -13,12 +13,22 @@ from moefuse.patterns.facts import Conflict, Const, Leaf, group_axes
 from moefuse.patterns.layer import describe
 from moefuse.patterns.pointwise import walk
 from moefuse.patterns.rules import READS_NO_ELEMENT, Lifting, op_name
-from moefuse.patterns.site import Site
+from moefuse.patterns.site import Site, Strange
 
 CARRIES = frozenset(
     f"aten::{name}"
     for name in (
-        *("view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "permute", "transpose", "alias", "clone"),
+        *(
+            "view",
+            "reshape",
+            "_unsafe_view",
+            "unsqueeze",
+            "squeeze",
+            "permute",
+            "transpose",
+            "alias",
+            "clone",
+        ),
         *("_to_copy", "mul", "div"),
     )
 )
@@ -28,25 +38,26 @@ MOST_NODES = 64
 """Between the token rows and the sum; a gated FFN has some 20."""
 
 
-def beside(lift: Lifting, site: Site, others: Collection[Node]) -> tuple[Site | str, ...]:
+def beside(lift: Lifting, site: Site, others: Collection[Node]) -> tuple[Site | Strange, ...]:
     """The shared experts of a layer in graph order, each as a layer of one expert, or why it can't be one.
 
     others: nodes that are other layers, or shared experts of such.
     """
     rows = {leaf.node for leaf in walk(site.layer.x) if isinstance(leaf, Leaf)}
-    found: dict[Node, Site | str] = {}
+    found: dict[Node, Site | Strange] = {}
     for term in _added(site):
         fact = lift.fact(term)
         root = fact.expr.node if isinstance(fact.expr, Leaf) else term
         between = _between(rows, root)
         if root in others or not between or not between.isdisjoint(others):
             continue
-        if sum(op_name(node) in PRODUCTS for node in between) < 2:
+        gemms = frozenset(node for node in between if op_name(node) in PRODUCTS)
+        if len(gemms) < 2:
             continue
         try:
             found[root] = _expert(lift, root, between)
         except Conflict as conflict:
-            found[root] = f"`{root.name}`: {conflict.reason}"
+            found[root] = Strange(root, gemms, f"`{root.name}`: {conflict.reason}")
     return tuple(found[root] for root in sorted(found))
 
 

@@ -34,6 +34,15 @@ from moefuse.patterns.rules import Counted, Lifting, value
 from moefuse.patterns.weights import is_transposed
 
 
+@dataclass(frozen=True)
+class Strange:
+    """What looks like a shared expert and isn't understood. node: what is added. gemms: its products."""
+
+    node: Node
+    gemms: frozenset[Node]
+    reason: str
+
+
 @dataclass
 class Site:
     """One MoE layer found in a graph: which node it is, and what it computes.
@@ -49,7 +58,7 @@ class Site:
     base: Node | None = None
     terms: torch.dtype | None = None
     counts: Mapping[sympy.Symbol, Counted] = field(default_factory=dict)
-    shared: tuple["Site | str", ...] = ()
+    shared: tuple["Site | Strange", ...] = ()
     spec: MoeSpec = field(init=False)
 
     def __post_init__(self) -> None:

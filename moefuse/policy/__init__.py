@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from moefuse.ops.spec import MoeSpec
-from moefuse.policy import cpu, reference, spread
+from moefuse.policy import cpu, reference, shared, spread
 from moefuse.policy.check import Check, CheckResult, Verdict, judge
 from moefuse.policy.spread import Terms
 
@@ -19,6 +19,7 @@ __all__ = [
     "Verdict",
     "checks_of",
     "decide",
+    "decide_shared",
     "decide_spread",
     "judge",
     "register",
@@ -94,6 +95,14 @@ def decide_spread(spec: MoeSpec, terms: Terms, *, target: str = AUTO) -> Decisio
     whole = judge(layer, spread.CHECKS)
     worse = whole if local.ok else local.verdict
     return Decision(local.target, replace(worse, checks=(*local.verdict.checks, *whole.checks)))
+
+
+def decide_shared(spec: MoeSpec, *, target: str, spread: bool, tokens: int | None) -> Verdict:
+    """May a shared expert, as a layer of one expert, run on the target of the layer beside it? See `shared.py`."""
+    local = _judged(target, spec, 1)
+    own = judge(shared.SharedExpert.of(spec, target, spread, tokens), shared.CHECKS)
+    worse = own if local.ok else local
+    return replace(worse, checks=(*local.checks, *own.checks))
 
 
 def decide(spec: MoeSpec, *, target: str = AUTO, max_tokens: int = 1) -> Decision:

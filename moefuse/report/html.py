@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -182,6 +182,7 @@ class _Details:
             left_out=region.left_out if region else 0,
             lines=_lines(region.before) if region else [],
             losses=losses,
+            shared=[marked(text.shared_words(replace(expert, layer=""))) for expert in site.shared],
             reached=_reached(region.before, root) if losses and region else [],
             advice=advice(site.reason) if site.reason else "",
         )

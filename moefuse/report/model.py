@@ -14,9 +14,25 @@ from moefuse.ops.spec import MoeSpec
 from moefuse.policy.check import CheckResult
 from moefuse.report.region import Region
 
-__all__ = ["NO_GRAPH", "CheckResult", "ContextReport", "GraphReport", "LayerReport", "Report"]
+__all__ = ["NO_GRAPH", "CheckResult", "ContextReport", "GraphReport", "LayerReport", "Report", "SharedReport"]
 
 NO_GRAPH = "loops over experts that stay as they are"
+
+
+@dataclass(frozen=True)
+class SharedReport:
+    """The verdict on one shared expert: a node of its own, or left to the inner compiler.
+
+    layer, fused, node, reason, check, spec, bytes: as in `LayerReport`; the spec is None where it isn't understood.
+    """
+
+    layer: str
+    fused: bool
+    node: str
+    reason: str = ""
+    check: str = ""
+    spec: MoeSpec | None = None
+    bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -33,6 +49,7 @@ class LayerReport:
         (`explain` and `dump` do) or nothing was fused.
     region: the nodes before and after for `to_html`; None where nobody asked. Not in JSON.
     comm: of a layer whose experts are spread over ranks, which collectives became part of the node, or stay; else "".
+    shared: the verdict on each shared expert beside a fused layer.
     verified: with verify=True, after the first run: the largest relative difference of a token's output between the
         node and its region; None before.
     """
@@ -49,6 +66,7 @@ class LayerReport:
     checks: tuple[CheckResult, ...] = ()
     verified: float | None = None
     comm: str = ""
+    shared: tuple[SharedReport, ...] = ()
     launches_saved: int | None = None
     region: Region | None = field(default=None, repr=False, metadata={"json": False})
 

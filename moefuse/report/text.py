@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moefuse.report.model import NO_GRAPH, GraphReport, LayerReport, Report
+from moefuse.report.model import NO_GRAPH, GraphReport, LayerReport, Report, SharedReport
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -144,6 +144,7 @@ def _row(site: LayerReport) -> tuple[str, ...]:
         words.append(f"verified: differs by {site.verified:.2g}")
     if site.comm:
         words.append(site.comm)
+    words += map(shared_words, site.shared)
     if not site.fused:
         check = f"{site.check}: " if site.check else ""
         place = f" ({site.source})" if site.source else ""
@@ -157,6 +158,21 @@ def _row(site: LayerReport) -> tuple[str, ...]:
         weights,
         "\n".join(words),
     )
+
+
+def shared_words(expert: SharedReport) -> str:
+    """The verdict on a shared expert, one line."""
+    spec = expert.spec
+    name = f" {expert.layer}" if expert.layer else ""
+    what = (
+        f", {spec.hidden} -> {spec.intermediate} ({spec.activation}) -> {spec.out_features}" if spec else ""
+    )
+    verdict = (
+        "a node of its own"
+        if expert.fused
+        else f"left to the inner compiler, {expert.check}: {expert.reason}"
+    )
+    return f"shared expert{name}{what}: {verdict}"
 
 
 def _aligned(row: tuple[str, ...], widths: list[int]) -> str:

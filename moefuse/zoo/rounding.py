@@ -35,7 +35,7 @@ class Fused:
 
     before: GraphModule
     after: GraphModule
-    outputs: list[tuple[str, Node]]  # per fused layer: the node that was replaced, and what replaced it
+    outputs: list[tuple[str, Node]]  # per mega_moe node: the node that was replaced, and what replaced it
     inputs: tuple[Any, ...] = ()
 
     @property
@@ -59,7 +59,7 @@ def watch() -> Iterator[list[Fused]]:
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         after = _runnable(result.graph_module)
         named = {node.name: node for node in after.graph.nodes}
-        outputs = [(old.name, named[new.name]) for old, new in result.replaced]
+        outputs = [(old.name, named[new.name]) for pairs in result.replaced for old, new in pairs]
         record = Fused(_runnable(before), after, outputs)
         seen.append(record)
 
@@ -135,7 +135,7 @@ class Errors:
 
 
 def block_errors(fused: Fused, inputs: list[tuple[Any, ...]]) -> list[Errors]:
-    """Per MoE layer, from the same operands: see `block` in the module text."""
+    """Per `mega_moe` node, from the same operands: see `block` in the module text."""
     known = {node.name for node in fused.before.graph.nodes}
     operands = {name for call in fused.calls for name in _operands(call, known)}
     errors = [Errors() for _ in fused.outputs]
