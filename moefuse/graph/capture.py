@@ -169,6 +169,7 @@ class _Capture:
         function = self._functional(len(self.placeholders), attribute_ids)
         try:
             with (
+                self._cache(),
                 self.mode,
                 fx.traceback.preserve_node_meta(),
                 enable_python_dispatcher(),
@@ -186,6 +187,21 @@ class _Capture:
                 raise
             reason = str(error).strip().split("\n", 1)[0]
             raise CaptureError(f"tracing failed: {type(error).__name__}: {reason}") from error
+
+    @contextlib.contextmanager
+    def _cache(self) -> Iterator[None]:
+        """Without torch's cache of fake results where sizes depend on data: each such size is met only once.
+
+        In a loop over experts nearly every operator has one; filling the cache takes a quarter of the trace.
+        """
+        before = self.mode.cache_enabled
+        self.mode.cache_enabled = before and not any(
+            n.meta.get("unbacked_bindings") for n in self.gm.graph.nodes
+        )
+        try:
+            yield
+        finally:
+            self.mode.cache_enabled = before
 
     def _functional(self, count: int, attribute_ids: list[int]) -> Callable[..., Any]:
         """A function over fake inputs (placeholders, then attributes) for make_fx to trace."""

@@ -36,6 +36,7 @@ class Counts:
         if spec.ids_checked:  # no slot belongs to anything but an expert
             self._each[-1] = self.slots - sympy.Add(*self._each[:-1])
         self._checked = spec.ids_checked
+        self._cut = False
         self._known: dict[sympy.Symbol, sympy.Expr] = {}
         self._from = [
             sympy.Symbol(f"from_{rank}", integer=True, nonnegative=True) for rank in range(spec.ep_world_size)
@@ -45,6 +46,7 @@ class Counts:
                 self._known[symbol] = arrived
             elif isinstance(meaning, Perm | Pick | Tally) and self._of_layer(meaning):
                 self._known[symbol] = self._count(meaning)
+                self._cut |= isinstance(meaning, Pick) and meaning.cut
 
     def _arrived(self, meaning: Counted, layer: Layer) -> sympy.Expr | None:
         """The number of rows that come here, from one rank or from all; None for another count."""
@@ -73,6 +75,17 @@ class Counts:
     def settled(self, size: Any) -> sympy.Basic:
         """A size or comparison in terms of the counts."""
         return self._settled(size.node.expr if hasattr(size, "node") else sympy.sympify(size))
+
+    def size(self, size: Any) -> sympy.Basic:
+        """A size that is read beside the layer, in terms of the counts.
+
+        Pieces of a cut that are put together again are all slots: with ids that belong to no expert the model fails at
+        that point. No assertion is proved by that.
+        """
+        settled = self.settled(size)
+        if self._checked or not self._cut:
+            return settled
+        return sympy.expand(settled.subs(self._each[-1], self.slots - sympy.Add(*self._each[:-1])))
 
     def _settled(self, expr: sympy.Basic) -> sympy.Basic:
         if isinstance(expr, sympy.Symbol):

@@ -82,7 +82,7 @@ def _resize(graph: Graph, site: Site, counts: Counts) -> None:
             if _goes(user, region, counts):
                 continue
             emitter = Emitter(graph, user, [node for node in operands if node < user])
-            size = _size(emitter, counts.settled(value(user)))
+            size = _size(emitter, counts.size(value(user)))
             _replace(user, size)
 
 

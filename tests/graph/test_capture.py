@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
+from torch._guards import TracingContext
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from moefuse.graph.capture import Captured, CaptureError, capture
@@ -506,6 +508,29 @@ def test_sizes_that_depend_on_data(inner: str) -> None:
     assert "aten._assert_scalar.default" in ops(captured)
     bindings = [n for n in captured.graph_module.graph.nodes if n.meta.get("unbacked_bindings")]
     assert len(bindings) == 2
+
+
+@pytest.mark.parametrize("data", [False, True], ids=["static", "sizes from data"])
+def test_the_cache_of_fake_results_isnt_filled_with_sizes_met_once(data: bool) -> None:
+    """In a loop over experts that costs a quarter of the trace. Afterwards torch's cache works as before."""
+
+    def fn(n: torch.Tensor) -> torch.Tensor:
+        return (n[(n > 0).nonzero()[:, 0]] if data else n).sin().cos()
+
+    seen = []
+
+    def look(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        mode = TracingContext.get().fake_mode
+        before = FakeTensorMode.cache_info().misses + FakeTensorMode.cache_info().hits
+        capture(gm, example_inputs)
+        after = FakeTensorMode.cache_info().misses + FakeTensorMode.cache_info().hits
+        seen.append((after - before, mode.cache_enabled))
+        return gm
+
+    torch.compile(fn, backend=look, fullgraph=True)(torch.randn(4, 8))
+    ((asked, enabled),) = seen
+    assert (asked == 0) == data
+    assert enabled
 
 
 # -- graphs that aren't from Dynamo

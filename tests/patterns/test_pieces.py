@@ -158,24 +158,48 @@ def test_a_layer_without_its_last_expert_is_refused() -> None:
     study(short, x, torch.randn(T, E), weights, w1, w2).refused("piece 3 of the rows that are put together")
 
 
-def test_sizes_that_only_the_counts_tell_are_found_out() -> None:
+@pytest.mark.parametrize("given", [False, True], ids=["ids of a top-k", "ids given"])
+def test_sizes_that_only_the_counts_tell_are_found_out(given: bool) -> None:
     """The rows that are put back have `sum of all counts` elements by H: known to be T K H, also for symbolic T."""
-    x, _, weights, w1, w2 = operands(torch.float32)
-
-    def viewed(x: Tensor, scores: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
-        ids = scores.topk(K, dim=-1)[1]
-        perm = ids.view(-1).argsort()
-        pieces = slices(x[perm // K], [number.item() for number in counts(ids.view(-1)).unbind()])
-        outs = [functional.linear(swiglu(functional.linear(p, w1[e])), w2[e]) for e, p in enumerate(pieces)]
-        rows = torch.cat(outs)
-        slots = torch.empty_like(rows).index_put((perm,), rows).view(*ids.shape, -1)
-        y = (slots * weights.unsqueeze(-1)).sum(1)
-        return y.reshape(1, *y.shape).reshape(y.shape)
-
-    found = study(viewed, x, torch.randn(T, E), weights, w1, w2, dynamic={0: [0], 1: [0], 2: [0]})
+    x, ids, weights, w1, w2 = operands(torch.float32)
+    choice = ids if given else torch.randn(T, E)
+    found = study(partial(viewed, given=given), x, choice, weights, w1, w2, dynamic={0: [0], 1: [0], 2: [0]})
     graph = found.fused().graph_module.graph
     aten = torch.ops.aten
     assert not {node.target for node in graph.nodes} & {aten._local_scalar_dense.default, aten.sort.default}
+
+
+def viewed(
+    x: Tensor,
+    choice: Tensor,
+    weights: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    *,
+    given: bool,
+) -> Tensor:
+    """A layer whose rows are put back under a view with -1, and whose output is viewed by its own size."""
+    ids = choice if given else choice.topk(K, dim=-1)[1]
+    perm = ids.view(-1).argsort()
+    numbers = [number.item() for number in counts(ids.view(-1)).unbind()]
+    pieces = slices(x[perm // K], numbers)
+    outs = [functional.linear(swiglu(functional.linear(p, w1[e])), w2[e]) for e, p in enumerate(pieces)]
+    rows = torch.cat(outs)
+    slots = torch.empty_like(rows).index_put((perm,), rows).view(*ids.shape, -1)
+    y = (slots * weights.unsqueeze(-1)).sum(1)
+    return y.reshape(1, *y.shape).reshape(y.shape)
+
+
+def test_that_pieces_are_all_slots_proves_no_assertion() -> None:
+    """With given ids the model fails where they don't add up; a user's own check of that must stay."""
+    x, ids, weights, w1, w2 = operands(torch.float32)
+    found = study(partial(viewed, given=True), x, ids, weights, w1, w2)
+    reads = found.graph_module.graph.find_nodes(
+        op="call_function", target=torch.ops.aten._local_scalar_dense.default
+    )
+    total = sum(node.meta["val"] for node in reads)
+    assert Counts(found.site).size(total) == S
+    assert Counts(found.site).settled(total) != S
 
 
 def test_each_piece_may_be_added_at_once() -> None:
