@@ -145,13 +145,14 @@ _COMPILE: dict[str, Callable[[fx.GraphModule, Sequence[Any], Mapping[str, Any]],
 
 @functools.lru_cache(maxsize=1)
 def _order_collectives() -> None:
-    """Let Inductor see `mega_moe.ep` and its gradient as the collectives they are.
+    """Let Inductor see `mega_moe.ep`, `quant_ep` and the gradient as the collectives they are.
 
     The scheduler moves nodes to save memory, by sizes that differ between ranks; collectives it keeps in their order.
     """
     from torch._inductor.lowering import add_needs_realized_inputs, register_lowering
 
-    for op in (torch.ops.moefuse.mega_moe.ep, torch.ops.moefuse.mega_moe_backward.ep):
+    mega_moe = torch.ops.moefuse.mega_moe
+    for op in (mega_moe.ep, mega_moe.quant_ep, torch.ops.moefuse.mega_moe_backward.ep):
         add_needs_realized_inputs(op)
         register_lowering(op, type_promotion_kind=None)(functools.partial(_as_collective, op))
 

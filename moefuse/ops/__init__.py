@@ -1,7 +1,7 @@
 """The mega_moe operator: schema, arguments, fake, gradient and activations.
 
-In: nothing. Out: importing this room registers `torch.ops.moefuse.mega_moe`, its overloads `ep` for several ranks and
-`quant` for quantised experts, and `mega_moe_backward`.
+In: nothing. Out: importing this room registers `torch.ops.moefuse.mega_moe`, its overloads `ep` for several ranks,
+`quant` for quantised experts and `quant_ep` for both, and `mega_moe_backward`.
 """
 
 import moefuse.ops.ep_context

@@ -107,6 +107,24 @@ def quant_kernel(name: str) -> QuantKernel:
     return _QUANT_KERNELS[name]
 
 
+_QUANT_COMMUNICATORS: dict[str, QuantKernel] = {}
+
+
+def register_quant_communicator(name: str, kernel: QuantKernel) -> None:
+    """Make `kernel`, which exchanges the rows itself, answer mega_moe.quant_ep(target=name)."""
+    _QUANT_COMMUNICATORS[name] = kernel
+
+
+def quant_communicator(name: str) -> QuantKernel:
+    """What answers mega_moe.quant_ep(target=name). Raises ValueError listing the known names."""
+    if name not in _QUANT_COMMUNICATORS:
+        import_module("moefuse.targets")
+    if name not in _QUANT_COMMUNICATORS:
+        known = sorted(_QUANT_COMMUNICATORS)
+        raise ValueError(f"mega_moe.quant_ep: target: expected one of {known}, got {name!r}")
+    return _QUANT_COMMUNICATORS[name]
+
+
 class Communicator(Protocol):
     """Computes one layer over all ranks of a context, the experts' rows with `kernel`."""
 

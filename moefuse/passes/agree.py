@@ -58,7 +58,10 @@ class Wish:
     def context(self) -> str:
         """The name of its context, equal in all processes: a compiled graph may come from a cache."""
         assert self.capacity is not None
-        return json.dumps({"group": self.place.name, **self.capacity.to_dict()}, separators=(",", ":"))
+        own = {"group": self.place.name, **self.capacity.to_dict()}
+        if self.spec is not None and self.spec.quant != "none":  # other rows travel
+            own["quant"] = self.spec.quant
+        return json.dumps(own, separators=(",", ":"))
 
 
 # --- compilations ----------------------------------------------------------------------------------------

@@ -151,8 +151,6 @@ def _call(emitter: Emitter, site: Site, target: str, context: str) -> Node:
     local = spec.num_experts // spec.ep_world_size
     operator, where = torch.ops.moefuse.mega_moe.default, None
     if layer.ranks is not None:
-        if layer.quant is not None:
-            raise Conflict(f"experts quantised as {layer.quant.scheme} have no operator that communicates")
         operator = torch.ops.moefuse.mega_moe.ep
         where = emitter.call(torch.ops.moefuse.ep_context.default, context)
     slots: Dims = (layer.tokens, layer.slots)
@@ -214,12 +212,14 @@ def _quant_call(
     emitter: Emitter, quant: LayerQuant, spec: MoeSpec, operands: tuple[Any, ...], constants: dict[str, Any]
 ) -> Node:
     """The call with quantised experts: scales and offsets beside the weights."""
+    local = spec.num_experts // spec.ep_world_size
+    overloads = torch.ops.moefuse.mega_moe
 
     def beside(leaves: Sequence[Leaf], group: tuple[Axis, ...]) -> list[Node]:
-        return restack([emitter.scale(leaf, group) for leaf in leaves], spec.num_experts)
+        return restack([emitter.scale(leaf, group) for leaf in leaves], local)
 
     return emitter.call(
-        torch.ops.moefuse.mega_moe.quant,
+        overloads.quant if operands[0] is None else overloads.quant_ep,
         *operands,
         beside(quant.scale1, quant.group1),
         beside(quant.scale2, quant.group2),

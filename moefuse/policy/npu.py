@@ -34,8 +34,8 @@ class Conditions:
     tensor_parallel: the size of the group that shards each expert. lora, dynamic_eplb: in use on this layer.
     streams: how many streams the layer's nodes are spread over, shared experts and collectives beside it included.
     min_weight_bytes: a rank's share of weights below this isn't worth an operator of its own.
-    copy_weights: weights that lie the wrong way round may be copied. A promise, too: a change of one that its version
-        counter doesn't show (`weight.data.copy_`) is followed by `moefuse.targets.npu.refresh()`.
+    copy_weights: weights that lie the wrong way round, or in another format, may be copied. A promise, too: a change of
+        one that its version counter doesn't show (`weight.data.copy_`) is followed by `moefuse.targets.npu.refresh()`.
     """
 
     soc: str
@@ -192,12 +192,13 @@ def checks_of_row(row: Limits) -> tuple[Check, ...]:
         _check("identity", ("num_identity_experts",), _identity),
         _check("scheme", ("conditions", "quant", "has_weight_offsets"), scheme),
         _check("weight_dtype", ("expert_dtype", "conditions"), _weight_dtype),
-        _check("weight_format", ("conditions",), _weight_format),
+        _check("weight_format", ("conditions", "ep_world_size", *_WEIGHT_BYTES), _weight_format),
         _check(
             "weight_layout",
             ("conditions", "transpose_weight1", "transpose_weight2", *_WEIGHT_BYTES),
             functools.partial(_weight_layout, transposed=row.transposed_weights),
         ),
+        _check("weight_scales", ("weight_scale_groups",), _weight_scales),
         _check("bias", ("has_bias1", "has_bias2", "conditions"), _bias),
         _check("dtypes", ("x_dtype", "output_dtype", "router_dtype"), _dtypes),
         _check("ids", ("ids_checked",), _ids),
@@ -260,9 +261,20 @@ def _weight_dtype(layer: NpuLayer) -> str:
 
 def _weight_format(layer: NpuLayer) -> str:
     scheme = _scheme(layer)
-    if scheme is None or layer.conditions.weight_format == scheme.weight_format:
+    lies = layer.conditions.weight_format
+    if scheme is None or lies == scheme.weight_format or layer.conditions.copy_weights:
         return ""
-    return f"weights lie in {layer.conditions.weight_format} format; aclnnMegaMoe takes {scheme.weight_format} here"
+    return (
+        f"weights lie in {lies} format; aclnnMegaMoe takes {scheme.weight_format} here: cast them, or allow copies of "
+        f"up to {_copied(layer)} MB per rank (copy_weights)"
+    )
+
+
+def _weight_scales(layer: NpuLayer) -> str:
+    if layer.weight_scale_groups == (1, 1):
+        return ""
+    groups = " and ".join(map(str, layer.weight_scale_groups))
+    return f"the weights have scales for {groups} groups of inputs; aclnnMegaMoe takes one per output channel"
 
 
 def _weight_layout(layer: NpuLayer, *, transposed: bool) -> str:
@@ -270,11 +282,15 @@ def _weight_layout(layer: NpuLayer, *, transposed: bool) -> str:
     if not wrong or layer.conditions.copy_weights:
         return ""
     wanted = "[E, N, K]" if transposed else "[E, K, N]"
-    most = -(-layer.weight_bytes // layer.ep_world_size // MIB)
     return (
         f"aclnnMegaMoe reads weights as {wanted} and they lie the other way round: store them so, or allow copies of "
-        f"up to {most} MB per rank (copy_weights)"
+        f"up to {_copied(layer)} MB per rank (copy_weights)"
     )
+
+
+def _copied(layer: NpuLayer) -> int:
+    """MB of a rank's weights, if all of them are copied."""
+    return -(-layer.weight_bytes // layer.ep_world_size // MIB)
 
 
 def _bias(layer: NpuLayer) -> str:

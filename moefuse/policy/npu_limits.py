@@ -68,13 +68,17 @@ class Limits:
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the experts are quantised, and the operator's arguments that say so."""
+    """How the experts are quantised, and the operator's arguments that say so.
+
+    dispatch_dtype: in torch, of the rows that travel; dispatch_quant_out_dtype is its number.
+    """
 
     weight_dtypes: tuple[str, ...]
     values_per_element: int
     weight_format: str
     biases: bool
     dispatch_quant_mode: int
+    dispatch_dtype: str
     dispatch_quant_out_dtype: int
 
 

@@ -13,6 +13,8 @@ from moefuse.policy.check import Check
 
 TARGETS = ("cpu", "npu", "reference")
 """Targets that can: rows travel as the context says, the npu target exchanges them itself."""
+QUANTISED = ("npu",)
+"""Those that can with quantised experts."""
 
 
 class Terms(NamedTuple):
@@ -77,6 +79,13 @@ CHECKS = (
         ("target", "ep_world_size"),
         lambda s: s.target in TARGETS,
         "the experts are spread over {ep_world_size} ranks and the target {target!r} doesn't communicate",
+        subject=SpreadLayer,
+    ),
+    Check(
+        "ep_quant",
+        ("target", "quant"),
+        lambda s: s.quant == "none" or s.target in QUANTISED,
+        "the experts are quantised as {quant} and spread over ranks; of the targets only npu has a kernel for that",
         subject=SpreadLayer,
     ),
     Check("ep_group", ("group", "ep_group"), _group, subject=SpreadLayer),

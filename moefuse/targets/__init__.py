@@ -5,7 +5,12 @@ In: `register(target)`. Out: `get(name)` and `names()`; each registered target's
 """
 
 from moefuse import policy
-from moefuse.ops.kernels import register_communicator, register_kernel, register_quant_kernel
+from moefuse.ops.kernels import (
+    register_communicator,
+    register_kernel,
+    register_quant_communicator,
+    register_quant_kernel,
+)
 from moefuse.targets.base import Target
 from moefuse.targets.cpu import CpuTarget
 from moefuse.targets.npu.target import NpuTarget
@@ -25,7 +30,8 @@ def register(target: Target) -> None:
             lambda _, context, operands, options, training: target.run(context, operands, options), target.name
         )
     if type(target).run_quantised is not Target.run_quantised:
-        register_quant_kernel(target.name, target.run_quantised)
+        known = register_quant_communicator if target.communicates else register_quant_kernel
+        known(target.name, target.run_quantised)
 
 
 def get(name: str) -> Target:

@@ -66,5 +66,8 @@ class Target(ABC):
     def run_quantised(
         self, context: Tensor | None, operands: Operands, options: Options, quantisation: Quantisation
     ) -> tuple[Tensor, Tensor]:
-        """Compute a layer of quantised experts, likewise. A target without it is no target of `mega_moe.quant`."""
+        """Compute a layer of quantised experts, likewise.
+
+        A target without it is no target of `mega_moe.quant`; of one that communicates, it answers `quant_ep`.
+        """
         raise NotImplementedError(f"{self.name}: no quantised experts")

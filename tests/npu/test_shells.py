@@ -12,12 +12,14 @@ from torch.fx import GraphModule, Node
 
 import moefuse
 import tests.npu.ready  # noqa: F401  (before the operators: a spawned process begins here)
+from moefuse import policy
 from moefuse.ops.spec import MoeSpec
 from moefuse.passes.fuse import fuse_site
 from moefuse.passes.lift import explain, find
 from moefuse.patterns.engine import lift
-from moefuse.patterns.facts import Conflict, Ranks
+from moefuse.patterns.facts import Ranks
 from moefuse.policy.npu import Conditions, decide_npu
+from moefuse.policy.spread import Terms
 from moefuse.testing import capture_graph, npu_reference_kernels
 from tests.comm.ranks import run_ranks, values
 from tests.npu import shells
@@ -58,11 +60,24 @@ def test_a_dispatch_and_its_combine_are_one_layer_over_ranks(layer: Any, scheme:
     assert "the experts are spread over 2 ranks" in report.sites[0].reason  # no group is called 'ep' here
 
 
-def test_quantised_experts_over_ranks_have_no_operator() -> None:
+def test_quantised_experts_over_ranks_are_the_npu_targets() -> None:
     graph_module = captured(shells.mc2, "w8a8")
     (site,) = lift(graph_module.graph).sites
-    with pytest.raises(Conflict, match="experts quantised as w8a8 have no operator that communicates"):
-        fuse_site(graph_module.graph, site, "reference", "a context")
+    terms = Terms(GROUP)
+    decision = policy.decide_spread(site.spec, terms, target="reference")
+    assert (decision.verdict.check, decision.verdict.reason) == (
+        "ep_quant",
+        "the experts are quantised as w8a8 and spread over ranks; of the targets only npu has a kernel for that",
+    )
+    call, _ = fuse_site(graph_module.graph, site, "npu", "a context")
+    assert call.target is torch.ops.moefuse.mega_moe.quant_ep
+    assert [len(call.args[i]) for i in range(4, 12)] == [1, 1, 0, 0, 1, 1, 0, 0]
+    assert (call.kwargs["quant"], call.kwargs["ep_world_size"], call.kwargs["num_experts"]) == (
+        "w8a8",
+        WORLD,
+        E,
+    )
+    assert call.is_impure()  # the other ranks wait for it
 
 
 def two_ranks(rank: int, world: int) -> tuple[int, float]:

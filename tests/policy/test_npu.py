@@ -198,7 +198,12 @@ TABLE: dict[
         (
             (W8A8, {"expert_dtype": torch.int8}),
             ({"scheme": "w8a8"}, {"expert_dtype": torch.int8}),
-            "takes FRACTAL_NZ",
+            "takes FRACTAL_NZ here: cast them, or allow copies of up to 48 MB per rank",
+        ),
+        (
+            ({"scheme": "w8a8", "copy_weights": True}, {"expert_dtype": torch.int8}),
+            ({"scheme": "w8a8", "copy_weights": False}, {"expert_dtype": torch.int8}),
+            "weights lie in ND format",
         ),
     ],
     "weight_layout": [
@@ -212,6 +217,13 @@ TABLE: dict[
             (MXFP8, FP8),
             (MXFP8, FP8 | {"transpose_weight1": False}),
             "reads weights as [E, N, K]",
+        ),
+    ],
+    "weight_scales": [
+        (
+            (W8A8, {"expert_dtype": torch.int8}),
+            (W8A8, {"expert_dtype": torch.int8, "weight_scale_groups": (16, 1)}),
+            "scales for 16 and 1 groups of inputs; aclnnMegaMoe takes one per output channel",
         ),
     ],
     "bias": [
@@ -337,7 +349,6 @@ ANY_VALUE = {
     "activation_dtype": "rounding inside the operator",
     "hidden_dtype": "rounding inside the operator",
     "rows_dtype": "rounding inside the operator",
-    "weight_scale_groups": "scales are handed over as they are",
     "row_norm_eps": "belongs to row_norm",
     "has_row_scale": "belongs to row_norm",
     "has_router_weight": "ones are handed over",

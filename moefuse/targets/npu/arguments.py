@@ -1,4 +1,4 @@
-"""From one mega_moe.ep call to the vendor's arguments: ids, weights and tokens in the dtypes and number it takes.
+"""From one mega_moe.ep or quant_ep call to the vendor's arguments: all tensors in the dtypes and number it takes.
 
 In: operands, options, the context of the call and the device family. Out: `Arguments`. No value of a tensor is read,
 and shapes decide nothing but how many rows are added: the same operators run whatever the tokens are.
@@ -12,8 +12,10 @@ from torch import Tensor
 
 from moefuse.ops.operands import Operands
 from moefuse.ops.options import Options
+from moefuse.ops.quantised import Quantisation
+from moefuse.policy.npu_limits import schemes
 from moefuse.targets.npu.context import NpuContext
-from moefuse.targets.npu.weights import prepare
+from moefuse.targets.npu.weights import biases, encoded_scales, prepare
 
 UNIFORM_FAMILIES = ("A2", "A3")
 """Devices on which every rank must bring as many tokens as the others."""
@@ -34,9 +36,20 @@ class Arguments:
         return self.tensors["y"][: self.tokens], self.tensors["expert_token_nums"]
 
 
-def arguments(context: NpuContext, operands: Operands, options: Options, family: str) -> Arguments:
-    """See the module text. Raises NpuContextError where the call isn't what the context was made for."""
-    context.check(operands, options)
+def arguments(
+    context: NpuContext,
+    operands: Operands,
+    options: Options,
+    family: str,
+    quantisation: Quantisation | None = None,
+    keep: bool = False,
+) -> Arguments:
+    """See the module text. keep: encoded scales and widened biases are kept from call to call.
+
+    Raises NpuContextError where the call isn't what the context was made for.
+    """
+    name = "none" if quantisation is None else quantisation.quant
+    context.check(operands, options, name)
     x, tokens = operands.x.contiguous(), operands.x.shape[0]
     tensors = {
         "context": context.tensor,
@@ -48,22 +61,34 @@ def arguments(context: NpuContext, operands: Operands, options: Options, family:
         tensors |= _filled_up(tensors, tokens, rows, operands.topk_ids.shape[1])
     tensors["y"] = x.new_empty((rows, x.shape[1]))
     tensors["expert_token_nums"] = x.new_empty((options.local_experts,), dtype=torch.int32)
+    lies = schemes()[name].weight_format
     lists = {
-        "weight1": prepare(operands.weight1, options.transpose_weight1),
-        "weight2": prepare(operands.weight2, options.transpose_weight2),
+        "weight1": prepare(operands.weight1, options.transpose_weight1, lies),
+        "weight2": prepare(operands.weight2, options.transpose_weight2, lies),
     }
+    if quantisation is not None:
+        lists |= {
+            "weight_scales1": encoded_scales(quantisation.weight_scales1, keep),
+            "weight_scales2": encoded_scales(quantisation.weight_scales2, keep),
+            "bias1": biases(operands.bias1, keep),
+            "bias2": biases(operands.bias2, keep),
+        }
+    lists = {name: tensors for name, tensors in lists.items() if tensors}
     return Arguments(tensors, lists, numbers(context, options), tokens)
 
 
 def numbers(context: NpuContext, options: Options) -> dict[str, Any]:
     """The arguments that are no tensors; those that the context says nothing of are left to their defaults."""
-    sizes = context.sizes
+    sizes, scheme = context.sizes, schemes()[context.sizes.scheme]
+    quantised = scheme.dispatch_quant_mode or None
     values = {
         "moe_expert_num": sizes.num_experts,
         "ep_world_size": sizes.ep_world_size,
         "ccl_buffer_size": context.ccl_buffer_size,
         "max_recv_token_num": sizes.max_recv_token_num,
         "num_max_tokens_per_rank": sizes.num_max_tokens_per_rank,
+        "dispatch_quant_mode": quantised,
+        "dispatch_quant_out_dtype": quantised and scheme.dispatch_quant_out_dtype,
         "activation": options.activation,
         "activation_params": list(options.activation_params),
         "topo_type": context.topo_type,

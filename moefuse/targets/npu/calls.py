@@ -5,13 +5,16 @@ In: `Arguments`. Out: the operator enqueued on the current stream, its outputs w
 
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from moefuse.targets.npu import formats
+from moefuse.targets.npu.abi import OUTPUTS
 from moefuse.targets.npu.arguments import Arguments
-from moefuse.targets.npu.call import Buffer, MegaMoe
+from moefuse.targets.npu.call import FORMAT_ND, Buffer, MegaMoe
 from moefuse.targets.npu.machine import Machine
 from moefuse.targets.npu.plan import PlanError
 
@@ -24,6 +27,10 @@ _DTYPES = {
     torch.bfloat16: 27,
 }
 """Numbers of the C interface."""
+_UINT64 = 10
+_WEIGHTS, _SCALES = ("weight1", "weight2"), ("weight_scales1", "weight_scales2")
+_TORCH_NUMBERS = 256
+"""In torch_npu's torch operators, dtypes of the C interface are numbered from here on."""
 
 
 class Call(Protocol):
@@ -47,7 +54,7 @@ class CCall:
         """Raises PlanError for what this revision can't be told, CallError where the library refuses."""
         device = given.tensors["x"].device
         values: dict[str, Any] = {name: buffer(tensor) for name, tensor in given.tensors.items()}
-        values |= {name: [buffer(tensor) for tensor in tensors] for name, tensors in given.lists.items()}
+        values |= {name: [_listed(name, tensor) for tensor in each] for name, each in given.lists.items()}
         self._workspaces.device = device
         try:
             self._run(values | given.numbers, self._stream(device))
@@ -70,6 +77,15 @@ def buffer(tensor: Tensor) -> Buffer:
     return Buffer(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), _DTYPES[tensor.dtype])
 
 
+def _listed(name: str, tensor: Tensor) -> Buffer:
+    """One expert's. Scales are unsigned there; of a weight in tiles the number of its elements is told."""
+    plain = buffer(tensor)
+    if name in _SCALES:
+        return replace(plain, dtype=_UINT64)
+    number = formats.NUMBERS.get(formats.memory_format(tensor), 0) if name in _WEIGHTS else FORMAT_ND
+    return plain if number == FORMAT_ND else replace(plain, format=number, storage=(tensor.numel(),))
+
+
 class OfficialCall:
     """The torch operator of the vendor's package, which allocates its outputs itself."""
 
@@ -79,13 +95,16 @@ class OfficialCall:
 
     def __call__(self, given: Arguments) -> tuple[Tensor, Tensor]:
         """Raises PlanError for what this version's schema can't be told."""
-        inputs = {name: t for name, t in given.tensors.items() if name not in ("y", "expert_token_nums")}
-        y, nums = self._operator(**inputs, **given.lists, **self._numbers(given.numbers))
+        inputs: dict[str, Any] = {name: t for name, t in given.tensors.items() if name not in OUTPUTS}
+        inputs |= {name: tensors for name, tensors in given.lists.items() if self._takes(name, tensors)}
+        y, nums = self._operator(**inputs, **self._numbers(given.numbers))
         return y[: given.tokens], nums
 
     def _numbers(self, numbers: Mapping[str, Any]) -> dict[str, Any]:
         values = dict(numbers)
         values |= named_activation(values["activation"], values.pop("activation_params"))
+        if "dispatch_quant_out_dtype" in values:
+            values["dispatch_quant_out_dtype"] += _TORCH_NUMBERS
         return {name: value for name, value in values.items() if self._takes(name, value)}
 
     def _takes(self, name: str, value: Any) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor
 from moefuse.comm import ContextError
 from moefuse.ops.operands import Operands
 from moefuse.ops.options import Options
+from moefuse.policy.npu_limits import schemes
 
 PACKAGE = "cann_ops_transformer"
 
@@ -32,7 +33,7 @@ class Sizes:
     """What a context is made for; equal on all ranks and for all layers that share it.
 
     num_max_tokens_per_rank: the true maximum of any rank's token count. max_recv_token_num: rows that a rank can
-    receive, 0 for the worst case.
+    receive, 0 for the worst case. scheme: how the experts are quantised, and with them the rows that travel.
     """
 
     ep_world_size: int
@@ -41,9 +42,14 @@ class Sizes:
     hidden: int
     num_max_tokens_per_rank: int
     max_recv_token_num: int = 0
+    scheme: str = "none"
 
     def __post_init__(self) -> None:
+        if self.scheme not in schemes():
+            raise NpuContextError(f"scheme: expected one of {', '.join(schemes())}, got {self.scheme!r}")
         for name, value in vars(self).items():
+            if name == "scheme":
+                continue
             least = 0 if name == "max_recv_token_num" else 1
             if type(value) is not int or value < least:
                 raise NpuContextError(f"{name}: expected an integer of at least {least}, got {value!r}")
@@ -67,9 +73,9 @@ class NpuContext:
     uniform_tokens: bool = False
     release: Callable[[], None] | None = None
 
-    def check(self, operands: Operands, options: Options) -> None:
+    def check(self, operands: Operands, options: Options, scheme: str = "none") -> None:
         """Raise NpuContextError naming what in a call isn't what the context was made for."""
-        asked = Asked.of(operands.x.shape[1], operands.topk_ids.shape[1], options)
+        asked = Asked.of(operands.x.shape[1], operands.topk_ids.shape[1], options, scheme)
         if difference := asked.difference(self.sizes):
             raise NpuContextError(f"{difference} for the context at {self.tensor.data_ptr():#x}")
         tokens = operands.x.shape[0]
@@ -135,7 +141,11 @@ def npu_context_for(
 
 
 def _made(group: Any, sizes: Sizes, intermediate: int, uniform_tokens: bool) -> NpuContext:
-    helper = _helper()
+    helper, scheme = _helper(), schemes()[sizes.scheme]
+    quantised: dict[str, Any] = {}
+    if scheme.dispatch_quant_mode:
+        rows = getattr(torch, scheme.dispatch_dtype)
+        quantised = {"dispatch_quant_mode": scheme.dispatch_quant_mode, "dispatch_quant_out_dtype": rows}
     buffer = helper(
         group,
         sizes.num_experts,
@@ -144,6 +154,7 @@ def _made(group: Any, sizes: Sizes, intermediate: int, uniform_tokens: bool) -> 
         sizes.hidden,
         intermediate,
         max_recv_token_num=sizes.max_recv_token_num,
+        **quantised,
     )
     return _remember(
         NpuContext(
@@ -193,11 +204,12 @@ class Asked(NamedTuple):
     num_experts: int
     top_k: int
     hidden: int
+    scheme: str
 
     @staticmethod
-    def of(hidden: int, top_k: int, options: Options) -> "Asked":
+    def of(hidden: int, top_k: int, options: Options, scheme: str) -> "Asked":
         """Of a call."""
-        return Asked(options.ep_world_size, options.num_experts, top_k, hidden)
+        return Asked(options.ep_world_size, options.num_experts, top_k, hidden, scheme)
 
     def difference(self, sizes: Sizes) -> str:
         """The first size that differs, in words; "" where all are equal."""
@@ -207,13 +219,13 @@ class Asked(NamedTuple):
         return ""
 
 
-def resolve(tensor: Tensor, operands: Operands, options: Options) -> NpuContext:
+def resolve(tensor: Tensor, operands: Operands, options: Options, scheme: str = "none") -> NpuContext:
     """The open context that a call means: the one at the tensor's address, else the only one of the call's sizes.
 
     A graph compiler may hand over a copy of the context; its values are the same. Raises NpuContextError.
     """
     found = _open.get(tensor.data_ptr())
-    return found or only_one(Asked.of(operands.x.shape[1], operands.topk_ids.shape[1], options))
+    return found or only_one(Asked.of(operands.x.shape[1], operands.topk_ids.shape[1], options, scheme))
 
 
 def only_one(asked: Asked) -> NpuContext:

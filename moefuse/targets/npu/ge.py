@@ -1,4 +1,4 @@
-"""mega_moe.ep in GE's graphs: torchair's "max-autotune" and `dynamo_export`.
+"""mega_moe.ep and quant_ep in GE's graphs: torchair's "max-autotune" and `dynamo_export`.
 
 In: a node with target="npu" while torchair converts a graph. Out: one GE operator MegaMoe, with what its inputs need
 around it (casts, and added rows where the device wants as many on every rank). The vendor's own converter for this
@@ -7,6 +7,8 @@ them at every step.
 """
 
 import sys
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ def register() -> bool:
         import moefuse.ops  # noqa: F401  registers the operator
 
         torchair.register_fx_node_ge_converter(torch.ops.moefuse.mega_moe.ep)(convert)
+        torchair.register_fx_node_ge_converter(torch.ops.moefuse.mega_moe.quant_ep)(convert_quantised)
         torchair.register_fx_node_ge_converter(torch.ops.moefuse.ep_context.default)(convert_context)
         _registered.append(True)
     return True
@@ -60,20 +63,70 @@ def convert(
         PlanError: another target, or weights that GE would have to transpose.
         NpuContextError: not exactly one open context fits the layer.
     """
+    return _converted(target, context, (x, topk_ids, topk_weights), weight1, weight2, Options(**constants))
+
+
+def convert_quantised(
+    context: Any,
+    x: Any,
+    topk_ids: Any,
+    topk_weights: Any,
+    weight1: list[Any],
+    weight2: list[Any],
+    bias1: list[Any],
+    bias2: list[Any],
+    weight_scales1: list[Any],
+    weight_scales2: list[Any],
+    weight_offsets1: list[Any],
+    weight_offsets2: list[Any],
+    *,
+    quant: str,
+    hidden_dtype: Any = None,
+    rows_dtype: Any = None,
+    target: str = "reference",
+    meta_outputs: Any = None,
+    **constants: Any,
+) -> Any:
+    """The same for quantised experts; scales that aren't encoded yet are encoded in the graph."""
+    options = Options(**constants)
+    if weight_offsets1 or weight_offsets2:
+        raise PlanError("weight_offsets1: MegaMoe takes scales alone")
+    beside = {
+        "weight_scales1": [_encoded(scale) for scale in _experts(weight_scales1, 1, options)],
+        "weight_scales2": [_encoded(scale) for scale in _experts(weight_scales2, 1, options)],
+        "bias1": [_widened(bias) for bias in _experts(bias1, 1, options)],
+        "bias2": [_widened(bias) for bias in _experts(bias2, 1, options)],
+    }
+    own = (x, topk_ids, topk_weights)
+    return _converted(target, context, own, weight1, weight2, options, quant, beside)
+
+
+def _converted(
+    target: str,
+    context: Any,
+    own: tuple[Any, Any, Any],
+    weight1: list[Any],
+    weight2: list[Any],
+    options: Options,
+    scheme: str = "none",
+    beside: Mapping[str, list[Any]] = MappingProxyType({}),
+) -> Any:
+    """own: this rank's tokens, ids and routing weights. beside: further lists, by the operator's names."""
     if target != "npu":
-        raise PlanError(f"target: GE runs mega_moe.ep with target='npu' only, got {target!r}")
+        raise PlanError(f"target: GE runs layers over ranks with target='npu' only, got {target!r}")
     from moefuse import targets
 
-    options = Options(**constants)
+    x, topk_ids, topk_weights = own
     machine: Machine = targets.get("npu").machine  # type: ignore[attr-defined]
-    made = only_one(Asked.of(x.symsize[1], topk_ids.symsize[1], options))
+    made = only_one(Asked.of(x.symsize[1], topk_ids.symsize[1], options, scheme))
     transposed = [name for name in ("transpose_weight1", "transpose_weight2") if getattr(options, name)]
     if transposed:
         raise PlanError(
             f"{transposed[0]}: expected weights that lie as [E, K, N] in a GE graph, got [E, N, K]"
         )
     tensors = _tensors(made, x, topk_ids, topk_weights, family_of(machine.soc))
-    lists = {"weight1": _matrices(weight1, options), "weight2": _matrices(weight2, options)}
+    lists = {"weight1": _experts(weight1, 2, options), "weight2": _experts(weight2, 2, options)}
+    lists |= {name: given for name, given in beside.items() if given}
     y, nums = _operator(machine.revision, {"context": context} | tensors, lists, numbers(made, options))
     if "x_active_mask" in tensors:
         from torchair._ge_concrete_graph import ge_apis as ge
@@ -116,14 +169,32 @@ def _tensors(made: NpuContext, x: Any, ids: Any, weights: Any, family: str) -> d
     }
 
 
-def _matrices(weights: list[Any], options: Options) -> list[Any]:
-    """One matrix per expert; a stacked weight is unpacked along its first axis."""
+def _experts(tensors: list[Any], dims: int, options: Options) -> list[Any]:
+    """One tensor of so many dimensions per expert; a stacked one is unpacked along its first axis."""
     from torchair._ge_concrete_graph import ge_apis as ge
 
-    if len(weights[0].symsize) == 2:
-        return list(weights)
-    unpacked = ge.Unpack(weights[0], num=options.local_experts, axis=0)
+    if not tensors or len(tensors[0].symsize) == dims:
+        return list(tensors)
+    unpacked = ge.Unpack(tensors[0], num=options.local_experts, axis=0)
     return list(unpacked) if isinstance(unpacked, list | tuple) else [unpacked]
+
+
+def _encoded(scale: Any) -> Any:
+    """A scale as the operator takes it: 64 bits without a sign, a float32's in the low word."""
+    from torchair._ge_concrete_graph import ge_apis as ge
+    from torchair.ge import DataType
+
+    if scale.dtype == DataType.DT_INT64:
+        return ge.Bitcast(scale, type=DataType.DT_UINT64)
+    bits = ge.Bitcast(ge.Cast(scale, dst_type=DataType.DT_FLOAT), type=DataType.DT_UINT32)
+    return ge.Cast(bits, dst_type=DataType.DT_UINT64)
+
+
+def _widened(bias: Any) -> Any:
+    from torchair._ge_concrete_graph import ge_apis as ge
+    from torchair.ge import DataType
+
+    return ge.Cast(bias, dst_type=DataType.DT_FLOAT)
 
 
 def _operator(

@@ -1,12 +1,11 @@
 """The npu target: a layer whose experts are spread over ranks of NPUs is one call of aclnnMegaMoe.
 
-In: a spec to judge, or a mega_moe.ep call. Out: a verdict, or the layer's result. The operator exchanges the rows
-between the ranks itself, so this target communicates by itself too; it has nothing for layers of a single rank, which
-aclnnMegaMoe doesn't take.
+In: a spec to judge, or a mega_moe.ep or quant_ep call. Out: a verdict, or the layer's result. The operator exchanges
+the rows between the ranks itself, so this target communicates by itself too; it has nothing for layers of a single
+rank, which aclnnMegaMoe doesn't take.
 """
 
 import functools
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,22 +14,30 @@ from torch import Tensor
 
 from moefuse.comm import Capacity
 from moefuse.ops.operands import Operands
-from moefuse.ops.options import Options
+from moefuse.ops.options import PACKED, Options
+from moefuse.ops.quantised import Quantisation
 from moefuse.ops.spec import MoeSpec
 from moefuse.policy import Verdict
 from moefuse.policy.npu import Conditions, NotAllowedError, decide_npu
-from moefuse.policy.npu_limits import family_of
+from moefuse.policy.npu_limits import family_of, schemes
 from moefuse.targets.base import Opened, Target
+from moefuse.targets.npu import formats
 from moefuse.targets.npu.arguments import arguments
 from moefuse.targets.npu.calls import Call, CCall, OfficialCall
 from moefuse.targets.npu.context import NpuContext, Sizes, npu_context_for, resolve
 from moefuse.targets.npu.library import InstallError
 from moefuse.targets.npu.machine import Machine, hccl_buffer_bytes, machine
 
-ENGINE = ("tensor_parallel", "lora", "dynamic_eplb", "streams", "min_weight_bytes", "copy_weights")
+ENGINE = (
+    "tensor_parallel",
+    "lora",
+    "dynamic_eplb",
+    "streams",
+    "min_weight_bytes",
+    "copy_weights",
+    "weights_cast",
+)
 """What no graph shows: the facts of `NpuTarget.tell`."""
-_FORMATS = {-1: "ND", 0: "ND", 2: "ND", 29: "FRACTAL_NZ"}
-"""Numbers of torch_npu's memory formats; plain ones all lie alike."""
 
 
 class NpuTarget(Target):
@@ -50,16 +57,19 @@ class NpuTarget(Target):
         self._find, self._stream = find, stream or _current_stream
         self._judged: dict[Any, Verdict] = {}
         self._engine: dict[str, Any] = {}
+        self._cast = False
 
     def tell(self, **facts: Any) -> None:
         """What the engine around the graph knows, equal on all ranks; see `Conditions`.
 
-        facts: of `ENGINE`; those that aren't given are as by default. Raises ValueError for others.
+        facts: of `ENGINE`; those that aren't given are as by default. weights_cast: quantised experts lie in the memory
+        format that the operator takes of them before a model is compiled. Raises ValueError for others.
         """
         unknown = [name for name in facts if name not in ENGINE]
         if unknown:
             raise ValueError(f"{unknown[0]}: expected one of {', '.join(ENGINE)}")
         self._engine = dict(facts)
+        self._cast = bool(self._engine.pop("weights_cast", False))
         self._judged.clear()
 
     @property
@@ -79,7 +89,8 @@ class NpuTarget(Target):
         """May this layer become one aclnnMegaMoe here? The same function judges it again when its context is known."""
         if not self.supported().ok:
             return self.supported()
-        return decide_npu(spec, self._conditions(max_tokens, 0, "ND"))
+        lies = schemes()[spec.quant].weight_format if self._cast and spec.quant in schemes() else "ND"
+        return decide_npu(spec, self._conditions(spec, max_tokens, 0, lies))
 
     def open_context(self, group: Any, capacity: Capacity, spec: MoeSpec) -> Opened:
         """See `npu_context_for`."""
@@ -89,6 +100,7 @@ class NpuTarget(Target):
             capacity.top_k,
             capacity.hidden,
             capacity.max_tokens_per_rank,
+            scheme=spec.quant,
         )
         made = npu_context_for(group, sizes, intermediate=spec.intermediate)
         return Opened(made.tensor, "aclnnMegaMoe", made.ccl_buffer_size)
@@ -101,18 +113,35 @@ class NpuTarget(Target):
             NotAllowedError: a layer that the operator doesn't take.
             PlanError, CallError: see `targets/npu/calls.py`.
         """
+        return self._run(context, operands, options, None)
+
+    def run_quantised(
+        self, context: Tensor | None, operands: Operands, options: Options, quantisation: Quantisation
+    ) -> tuple[Tensor, Tensor]:
+        """One call with quantised experts; raises as `run` does, and PreparationError."""
+        return self._run(context, operands, options, quantisation)
+
+    def _run(
+        self,
+        context: Tensor | None,
+        operands: Operands,
+        options: Options,
+        quantisation: Quantisation | None,
+    ) -> tuple[Tensor, Tensor]:
         if context is None:
             raise NotAllowedError(
                 "mega_moe on one rank: aclnnMegaMoe takes experts that are spread over ranks (mega_moe.ep)"
             )
-        made = resolve(context, operands, options)
-        verdict = self._judge(made, operands, options)
+        scheme = "none" if quantisation is None else quantisation.quant
+        made = resolve(context, operands, options, scheme)
+        verdict = self._judge(made, operands, options, quantisation)
         if not verdict.ok:
             raise NotAllowedError(
                 f"the layer may not become an aclnnMegaMoe: {verdict.check}: {verdict.reason}"
             )
-        given = arguments(made, operands, options, family_of(self._find().soc))
-        return self._call(given)
+        keep = bool(self._engine.get("copy_weights"))
+        family = family_of(self._find().soc)
+        return self._call(arguments(made, operands, options, family, quantisation, keep))
 
     @functools.cached_property
     def _call(self) -> Call:
@@ -121,7 +150,7 @@ class NpuTarget(Target):
             return OfficialCall(found.official)
         return CCall(found, self._stream)
 
-    def _conditions(self, max_tokens: int, max_recv: int, weight_format: str) -> Conditions:
+    def _conditions(self, spec: MoeSpec, max_tokens: int, max_recv: int, weight_format: str) -> Conditions:
         found = self._find()
         return Conditions(
             found.soc,
@@ -129,35 +158,46 @@ class NpuTarget(Target):
             max_tokens,
             max_recv,
             hccl_buffer_bytes(),
+            scheme=spec.quant,
             weight_format=weight_format,
             **self._engine,
         )
 
-    def _judge(self, made: NpuContext, operands: Operands, options: Options) -> Verdict:
+    def _judge(
+        self, made: NpuContext, operands: Operands, options: Options, quantisation: Quantisation | None
+    ) -> Verdict:
         """Once per layer: a spec has no token count, and nothing else of a call changes."""
-        spec = spec_of(operands, options)
-        lies = memory_format(operands.weight1[0])
+        spec = spec_of(operands, options, quantisation)
+        lies = self._lies(operands, spec)
         key = (made.sizes, spec, lies)
         if key not in self._judged:
             sizes = made.sizes
-            conditions = self._conditions(sizes.num_max_tokens_per_rank, sizes.max_recv_token_num, lies)
-            self._judged[key] = decide_npu(spec, conditions)
+            tokens, received = sizes.num_max_tokens_per_rank, sizes.max_recv_token_num
+            self._judged[key] = decide_npu(spec, self._conditions(spec, tokens, received, lies))
         return self._judged[key]
 
+    @staticmethod
+    def _lies(operands: Operands, spec: MoeSpec) -> str:
+        """The memory format of both weights; where one isn't as the operator wants it, that one's."""
+        found = [formats.memory_format(weights[0]) for weights in (operands.weight1, operands.weight2)]
+        scheme = schemes().get(spec.quant)
+        return next((lies for lies in found if scheme is None or lies != scheme.weight_format), found[0])
 
-def spec_of(operands: Operands, options: Options) -> MoeSpec:
+
+def spec_of(operands: Operands, options: Options, quantisation: Quantisation | None = None) -> MoeSpec:
     """The spec of a call, ids taken to be in range: whoever calls has promised it, and no value is read."""
     weight1, weight2 = operands.weight1[0], operands.weight2[0]
     rows = (-2, -1)
     outputs1, outputs2 = (rows[not options.transpose_weight1], rows[not options.transpose_weight2])
     gated = options.gate_up not in ("none", "separate")
-    width = weight1.shape[outputs1]
+    packed = PACKED if weight1.dtype == torch.int32 else 1
+    width = weight1.shape[outputs1] * packed
     return MoeSpec(
         num_experts=options.num_experts,
         top_k=operands.topk_ids.shape[1],
         hidden=operands.x.shape[1],
         intermediate=width // 2 if gated else width,
-        out_features=weight2.shape[outputs2],
+        out_features=weight2.shape[outputs2] * packed,
         device=str(operands.x.device),
         ep_world_size=options.ep_world_size,
         transpose_weight1=options.transpose_weight1,
@@ -175,15 +215,24 @@ def spec_of(operands: Operands, options: Options) -> MoeSpec:
         output_dtype=options.output_dtype or operands.x.dtype,
         router_dtype=operands.topk_weights.dtype,
         ids_checked=True,
+        **_quantised((weight1, weight2), quantisation),
     )
 
 
-def memory_format(weight: Tensor) -> str:
-    """ND, or how an NPU's tensor lies in memory: an engine may have cast it, which its strides don't show."""
-    if weight.device.type != "npu":
-        return "ND"
-    number = int(importlib.import_module("torch_npu").get_npu_format(weight))
-    return _FORMATS.get(number, f"format {number}")
+def _quantised(weights: tuple[Tensor, Tensor], quantisation: Quantisation | None) -> dict[str, Any]:
+    """The fields of a spec that quantised experts have."""
+    if quantisation is None:
+        return {}
+    scales = (quantisation.weight_scales1[0], quantisation.weight_scales2[0])
+    # [E, N] or [E, G, N] beside [E, K, N]; [N] or [G, N] beside [K, N]
+    groups = (s.shape[-2] if s.dim() == w.dim() else 1 for s, w in zip(scales, weights, strict=True))
+    return {
+        "quant": quantisation.quant,
+        "has_weight_offsets": bool(quantisation.weight_offsets1 or quantisation.weight_offsets2),
+        "weight_scale_groups": tuple(groups),
+        "hidden_dtype": quantisation.hidden_dtype,
+        "rows_dtype": quantisation.rows_dtype,
+    }
 
 
 def _current_stream(device: torch.device) -> int:

@@ -236,36 +236,6 @@ def test_an_unknown_revision() -> None:
 
 # --- random plans under ASan --------------------------------------------------------------------------------
 
-FUZZ = """
-import ctypes, random, sys
-from tests.targets.npu.test_call import KNOWN, full, live, notes, shown
-from tests.targets.npu.vendor import PROTOTYPES, parameters, plain_name
-from moefuse.targets.npu import MegaMoe, find
-from moefuse.targets.npu.abi import DEFAULTS, REQUIRED
-
-random.seed(0)
-runtime = ctypes.CDLL(sys.argv[1])
-for revision in KNOWN:
-    library = find({"ASCEND_CUSTOM_OPP_PATH": f"{sys.argv[2]}/{revision}"})
-    call = MegaMoe(library, revision, runtime, lambda size: 1)
-    for turn in range(100):
-        values = full(revision, random.randrange(1, 10**6))
-        for name in [n for n in values if n not in REQUIRED and n != "activation_params"]:
-            if random.random() < 0.5:
-                del values[name]
-            elif isinstance(values[name], list):
-                values[name] = values[name] * random.randrange(1, 40)
-        call(values, stream=turn)
-        noted = notes(library.handle)
-        for _, name in parameters(PROTOTYPES[revision]):
-            plain = plain_name(name)
-            key = "activation_params" if plain == "activation_clamp" else plain
-            wanted = values.get(key, DEFAULTS.get(key))
-            assert noted[name] == ("null" if wanted is None else shown(wanted)), (revision, name)
-assert live(runtime) == 0
-print("no slot differs")
-"""
-
 
 def test_random_plans_under_asan(tmp_path: Path) -> None:
     asan = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
@@ -278,7 +248,7 @@ def test_random_plans_under_asan(tmp_path: Path) -> None:
         build(made.library.with_suffix(".c").read_text(), made.library, "-fsanitize=address", "-g")
     environment = {**os.environ, "LD_PRELOAD": preload, "ASAN_OPTIONS": "detect_leaks=0"}
     run = subprocess.run(
-        [sys.executable, "-c", FUZZ, str(runtime), str(tmp_path)],
+        [sys.executable, "-m", "tests.targets.npu.fuzz_plans", str(runtime), str(tmp_path)],
         check=False,
         cwd=Path(__file__).parents[3],
         env=environment,

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from moefuse.targets.npu import (
     PlanError,
     Sizes,
     close_npu_contexts,
+    formats,
     npu_context_for,
 )
 from moefuse.targets.npu import machine as machines
@@ -29,8 +31,10 @@ from moefuse.targets.npu.target import NpuTarget
 E, K, H, I = 4, 2, 1024, 1024  # noqa: E741
 SCHEMA = (
     "npu_mega_moe(Tensor context, Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor[] weight1, Tensor[] weight2,"
-    " int moe_expert_num, int ep_world_size, int ccl_buffer_size, *, Tensor[]? bias1=None, Tensor[]? bias2=None,"
+    " int moe_expert_num, int ep_world_size, int ccl_buffer_size, *, Tensor[]? weight_scales1=None,"
+    " Tensor[]? weight_scales2=None, Tensor[]? bias1=None, Tensor[]? bias2=None,"
     " Tensor? x_active_mask=None, int max_recv_token_num=0, int dispatch_quant_mode=0, str comm_alg='',"
+    " int? dispatch_quant_out_dtype=None,"
     " int num_max_tokens_per_rank=0, str activation='swiglu', float? activation_clamp=None,"
     " Dict(str, float)? activation_params=None, int? topo_type=None, int? rank_num_per_server=None)"
     " -> (Tensor, Tensor)"
@@ -67,8 +71,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "        self.topo_type, self.rank_num_per_server = 1, ep\n"
         "    def destroy(self):\n"
         "        ended.append(self)\n"
-        "def get_symm_buffer_for_mega_moe(group, *sizes, max_recv_token_num=0):\n"
-        "    made.append((sizes, max_recv_token_num))\n"
+        "def get_symm_buffer_for_mega_moe(group, *sizes, max_recv_token_num=0, **quantised):\n"
+        "    made.append((sizes, max_recv_token_num, *quantised.values()))\n"
         "    return SymmBuffer(group, 2)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -165,6 +169,48 @@ def test_the_torch_operator_is_called_by_name(package: Path, group: None) -> Non
     assert {name: call[name] for name in wanted} == wanted
     assert dict(call["activation_params"]) == {"alpha": 1.702, "beta": 1.0}
     assert (call["topk_ids"].dtype, call["topk_weights"].dtype) == (torch.int32, torch.float32)
+
+
+def test_quantised_experts_by_name(package: Path, group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    import cann_ops_transformer.ops as vendor
+
+    monkeypatch.setattr(formats, "memory_format", lambda _: "FRACTAL_NZ")
+    identified: Any = type("Identified", (), {"revision": "R6"})
+    library: Any = None
+    before = targets.get("npu")
+    targets.register(NpuTarget(lambda: Machine("Ascend910_9382", library, identified, operator())))
+    try:
+        where = npu_context_for(None, replace(SIZES, scheme="w4a8"), intermediate=I)
+        assert vendor.made == [((E, 16, K, H, I), 64, 2, torch.int8)]
+        w1, w2 = torch.zeros(2, H, I // 4, dtype=torch.int32), torch.zeros(2, I, H // 8, dtype=torch.int32)
+        torch.ops.moefuse.mega_moe.quant_ep(
+            where.tensor,
+            torch.randn(3, H).bfloat16(),
+            torch.zeros(3, K, dtype=torch.int64),
+            torch.ones(3, K),
+            [w1],
+            [w2],
+            [torch.zeros(2, 2 * I).bfloat16()],
+            [torch.zeros(2, H)],
+            [torch.ones(2, 2 * I)],
+            [torch.ones(2, H)],
+            [],
+            [],
+            quant="w4a8",
+            num_experts=E,
+            ep_world_size=2,
+            transpose_weight1=False,
+            transpose_weight2=False,
+            target="npu",
+        )
+    finally:
+        targets.register(before)
+    call = CALLS.pop()
+    assert (call["dispatch_quant_mode"], call["dispatch_quant_out_dtype"]) == (2, 256 + 2)
+    listed = {"weight_scales1": torch.int64, "weight_scales2": torch.int64, "bias1": torch.float32}
+    assert {name: {t.dtype for t in call[name]} for name in listed} == {n: {d} for n, d in listed.items()}
+    assert call["weight_scales1"][1].shape == (2 * I,)
+    assert int(call["weight_scales2"][0][0]) == 0x3F800000  # the bits of 1.0
 
 
 def test_activations_by_name() -> None:

@@ -22,6 +22,7 @@ from moefuse.targets.npu import (
     adopt,
     close_npu_contexts,
     copied_bytes,
+    formats,
     npu_context_for,
     refresh,
 )
@@ -327,8 +328,6 @@ def test_what_the_engine_tells(target: NpuTarget, experts: tuple[Tensor, Tensor]
 def test_weights_in_another_memory_format_are_refused(
     target: NpuTarget, experts: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moefuse.targets.npu import target as module
-
-    monkeypatch.setattr(module, "memory_format", lambda _: "FRACTAL_NZ")
+    monkeypatch.setattr(formats, "memory_format", lambda _: "FRACTAL_NZ")
     with pytest.raises(NotAllowedError, match="weight_format: weights lie in FRACTAL_NZ format"):
         call(context(0, experts), operands_of(experts))
