@@ -109,7 +109,9 @@ def _without_branch(definition: ast.FunctionDef) -> ast.FunctionDef:
         if isinstance(statement, ast.If):
             branches += 1
             if not _of_no_rows(statement):
-                raise RefusedError("it branches on something else than whether any row came", statement.lineno)
+                raise RefusedError(
+                    "it branches on something else than whether any row came", statement.lineno
+                )
             body += statement.orelse
         else:
             body.append(statement)
@@ -129,5 +131,7 @@ def _of_no_rows(branch: ast.If) -> bool:
     (none,), (some,) = sides
     assert isinstance(none, ast.Assign)
     assert isinstance(some, ast.Assign)
-    same = [ast.unparse(target) for target in none.targets] == [ast.unparse(target) for target in some.targets]
+    same = [ast.unparse(target) for target in none.targets] == [
+        ast.unparse(target) for target in some.targets
+    ]
     return same and isinstance(none.value, ast.Subscript) and ast.unparse(none.value.slice) == ":0"

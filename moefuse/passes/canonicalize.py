@@ -1,7 +1,8 @@
 """One spelling for what makes no difference: no-op views, the same view made twice, temporaries written in place.
 
-In: a functional ATen graph. Out: the same graph with no-op views removed and equal views shared. They alias their
-input either way, and a temporary has no other reader, so nothing that the program can observe changes.
+In: a functional ATen graph. Out: the same graph with no-op views removed and equal views shared, and numbers read off
+the tensors that were stacked to be read. Views alias their input either way, and a temporary has no other reader, so
+nothing that the program can observe changes.
 """
 
 from collections.abc import Hashable
@@ -14,6 +15,8 @@ from moefuse.graph import sizes
 from moefuse.patterns.rules import op_name, value
 
 RESHAPING = {"aten::view", "aten::expand", "aten::unsqueeze", "aten::squeeze", "aten::slice"}
+NUMBERS = {"aten::select", "aten::_local_scalar_dense"}
+"""`tolist()`, as it is captured."""
 VIEWS = RESHAPING | {"aten::permute", "aten::transpose", "aten::t", "aten::select", "aten::alias"}
 
 
@@ -29,6 +32,10 @@ def canonicalize(graph: Graph, training: bool) -> int:
             node.replace_all_uses_with(node.all_input_nodes[0])
             graph.erase_node(node)
         _out_of_place(node)
+        if (stacked := _stacked(node)) is not None:
+            node.replace_all_uses_with(stacked)
+            graph.erase_node(node)
+            continue
         if op_name(node) not in VIEWS:
             continue
         returned = any(
@@ -58,6 +65,21 @@ def _out_of_place(node: Node) -> None:
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), value)
     if twin is not None and twin(*args, **kwargs).dtype == value(node).dtype:
         node.target = twin
+
+
+def _stacked(node: Node) -> Node | None:
+    """The tensor that is selected again from those that were stacked, if only its numbers are read."""
+    if op_name(node) != "aten::select" or not isinstance(stack := node.args[0], Node):
+        return None
+    if op_name(stack) != "aten::stack" or not all(op_name(user) in NUMBERS for user in node.users):
+        return None
+    rank, (dim, index) = value(stack).dim(), (node.args[1], node.args[2])
+    along = stack.args[1] if len(stack.args) > 1 else 0
+    tensors: Any = stack.args[0]
+    if not isinstance(index, int) or int(dim) % rank != int(along) % rank:  # type: ignore[arg-type]
+        return None
+    found = tensors[index]
+    return found if isinstance(found, Node) and value(found).dtype == value(stack).dtype else None
 
 
 def _changes_nothing(node: Node) -> bool:

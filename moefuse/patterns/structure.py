@@ -207,8 +207,6 @@ def slice_(lift: Lifting, node: Node) -> Outcome:
 @rule("aten::select")
 def select(lift: Lifting, node: Node) -> Outcome:
     """One element of a dimension."""
-    if (stacked := _stacked(node)) is not None:
-        return lift.fact(stacked)
     fact = lift.fact(argument(node, 0))
     if _plain(lift, fact):
         return None
@@ -217,18 +215,6 @@ def select(lift: Lifting, node: Node) -> Outcome:
     if not isinstance(index, int) or not isinstance(size, int):
         raise Conflict("one element is selected at an index that is not static")
     return cut(fact, dim, index % size, 1, keep=False)
-
-
-def _stacked(node: Node) -> Node | None:
-    """The tensor that is selected again from those that were stacked."""
-    stack = argument(node, 0)
-    if op_name(stack) != "aten::stack":
-        return None
-    tensors, rank = argument(stack, 0), value(stack).dim()
-    if argument(stack, 1, "dim", 0) % rank != argument(node, 1) % rank or not isinstance(argument(node, 2), int):
-        return None
-    tensor = tensors[argument(node, 2)]
-    return tensor if value(tensor).dtype == value(stack).dtype else None
 
 
 @rule("aten::split", "aten::chunk", "aten::split_with_sizes", "aten::unbind", "aten::tensor_split")

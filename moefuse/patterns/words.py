@@ -122,7 +122,9 @@ class _Speaker:
         return f"{name}({', '.join([*parts, *(f'{key}={value}' for key, value in op.kwargs)])})"
 
     def begin(self, begin: Begin) -> str:
-        run = "its run" if begin.source is None else f"the run {self.group((*begin.source, *(begin.at or ())))}"
+        run = (
+            "its run" if begin.source is None else f"the run {self.group((*begin.source, *(begin.at or ())))}"
+        )
         order = "by expert" if begin.by_expert else "as they came"
         return f"where {run} of `{begin.ids.node.name}` {'ends' if begin.ends else 'begins'}, rows {order}"
 

@@ -137,7 +137,9 @@ class ByRuns(ByBlocks):
         begins = (here.cumsum(0) - here).view(self.world, -1).t().reshape(-1)
         lengths = here.view(self.world, -1).t().reshape(-1)
         run = torch.arange(E, device=here.device).repeat_interleave(lengths)
-        return begins[run] + torch.arange(run.shape[0], device=here.device) - (lengths.cumsum(0) - lengths)[run]
+        return (
+            begins[run] + torch.arange(run.shape[0], device=here.device) - (lengths.cumsum(0) - lengths)[run]
+        )
 
     def routed(self, x: Tensor) -> Tensor:
         weights, ids = self.route(x)

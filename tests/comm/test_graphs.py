@@ -15,7 +15,18 @@ import moefuse
 from moefuse.comm import contexts
 from tests.comm import spread_models
 from tests.comm.ranks import run_ranks, values
-from tests.comm.spread_models import Block, ByBlocks, ByExpert, ByRank, ByRuns, E, Gathered, InPlace, alone, tokens
+from tests.comm.spread_models import (
+    Block,
+    ByBlocks,
+    ByExpert,
+    ByRank,
+    ByRuns,
+    E,
+    Gathered,
+    InPlace,
+    alone,
+    tokens,
+)
 
 PATTERNS = {
     2: [(7, 5), (0, 6), (1, 9), (3, 3), (6, 0), (0, 0)],

@@ -145,3 +145,28 @@ def test_a_second_run_changes_nothing() -> None:
     captured = capture_graph(lambda x: x.view(6, 16).view(3, 32) + x.view(3, 32), (X,))
     assert canonicalize(captured.graph_module.graph, training=False) > 0
     assert canonicalize(captured.graph_module.graph, training=False) == 0
+
+
+def test_numbers_are_read_off_what_was_stacked_for_it() -> None:
+    """Otherwise each number would wait for all of the tensors: counts that are exchanged, beside a rank's own."""
+
+    def both(x: Tensor) -> Tensor:
+        stacked = torch.stack([x[:, 0].long(), x[:, 1].long()])
+        return x * stacked[1][2].item()
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        left = canonical(both, X)
+    assert "stack" not in left
+
+
+STACKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "returned": lambda x: torch.stack([x, x + 1])[1],
+    "computed with": lambda x: torch.stack([x, x + 1])[0] * 2,
+    "along another dimension": lambda x: x * torch.stack([x[0].long(), x[1].long()], 1)[0][1].item(),
+}
+
+
+@pytest.mark.parametrize("use", STACKS)
+def test_other_stacks_stay(use: str) -> None:
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        assert "stack" in canonical(STACKS[use], X)
