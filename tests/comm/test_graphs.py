@@ -87,6 +87,56 @@ def test_outputs_are_those_of_one_process(ways) -> None:
     )
 
 
+def trained(run: Any, model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """The gradients of x and of all parameters after one step."""
+    x = x.clone().requires_grad_()
+    for parameter in model.parameters():
+        parameter.grad = None
+    run(x).square().sum().backward()
+    found = [x, *model.parameters()]
+    return [torch.zeros_like(t) if t.grad is None else t.grad for t in found]
+
+
+def every_gradient(rank: int, world: int, cases: list[Any], inner: str) -> list[bool]:
+    """Of each model: whether all layers were fused. Gradients against one process, and the model as it is written.
+
+    In one process x and the router get theirs from this rank's tokens, the experts from those of all ranks.
+    """
+    found = []
+    for form, changes in cases:
+        torch._dynamo.reset()
+        model, written, whole = form(rank, world, **changes), form(rank, world, **changes), alone(**changes)
+        run, own = compiled(model, inner=inner), slice(rank * model.local, (rank + 1) * model.local)
+        for step, counts in enumerate(PATTERNS[world][: None if inner == "eager" else 3]):
+            if form is Gathered and len(set(counts)) > 1:
+                continue
+            everyone = [tokens(n, r, step) for r, n in enumerate(counts)]
+            got = trained(run, model, everyone[rank])
+            mine, of_all = (trained(whole, whole, x) for x in (everyone[rank], torch.cat(everyone)))
+            want = [*mine[:2], *(grad[own] for grad in of_all[2:4]), *mine[4:]]
+            others = [] if form is InPlace else trained(written, written, everyone[rank])  # in place has none, written
+            for grad, *expected in zip(got, want, *([others] if others else []), strict=True):
+                for value in expected:
+                    # float32 sums of tens of products of size 1 in another order
+                    torch.testing.assert_close(grad, value, **TOLERANCE.get(form, {"rtol": 1e-4, "atol": 2e-5}))
+        found.append(all(site.fused for site in moefuse.reports()[-1].sites))
+    return found
+
+
+TRAINED = {
+    "eager-2": (2, [(ByExpert, {"k": 1}), (InPlace, {"k": 3}), (Gathered, {"shared": True})]),
+    "inductor-2": (2, [(ByRank, {"shared": True})]),
+    "eager-4": (4, [(ByRank, {"k": 4})]),
+}
+
+
+@pytest.mark.parametrize("ways", TRAINED)
+def test_gradients_are_those_of_one_process(ways) -> None:
+    world, cases = TRAINED[ways]
+    outcome = values(run_ranks(world, every_gradient, cases, ways.partition("-")[0], timeout=300))
+    assert outcome == [[True] * len(cases)] * world
+
+
 class Stack(nn.Module):
     """Layers of equal sizes, all slots of one of them on one expert, and one of other sizes."""
 
