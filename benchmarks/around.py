@@ -1,10 +1,10 @@
-"""What surrounds the node at one token: the router and a shared expert, as Inductor leaves them, beside the node.
+"""What surrounds the node at a few tokens: the router, and a shared expert as a node and as Inductor has it.
 
 In: command line flags. Out: milliseconds (least of the rounds, CPU time of one thread) of the whole block compiled with
-moefuse, of the node alone, of router and shared expert alone compiled with Inductor, and of the shared expert as a node
-with one expert, which is what absorbing it would come to. Needs transformers.
+moefuse, with the shared expert as a node of its own and left to Inductor; of the node alone, of router and shared
+expert alone compiled with Inductor, and of the shared expert as a node with one expert. Needs transformers.
 
-    python benchmarks/around.py --shape qwen3,deepseek-v2-lite
+    python benchmarks/around.py --shape qwen3,deepseek-v2-lite --tokens 1,4,16
 """
 
 import argparse
@@ -26,6 +26,19 @@ SHARED = {"qwen3": 0, "qwen3.5": 512, "deepseek-v2-lite": 2816, "tiny": 32}
 Call = Callable[[], Any]
 
 
+class SharedExpert(nn.Module):
+    """A gated FFN."""
+
+    def __init__(self, hidden: int, inner: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(hidden, 2 * inner, bias=False, dtype=dtype)
+        self.down = nn.Linear(inner, hidden, bias=False, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
 class Block(nn.Module):
     """Router and experts, and a shared expert where the model has one."""
 
@@ -35,38 +48,36 @@ class Block(nn.Module):
         self.top_k = layer.shape.top_k
         self.router = nn.Linear(hidden, layer.shape.experts, bias=False, dtype=dtype)
         self.experts = layer.module
-        self.gate_up = nn.Linear(hidden, 2 * shared, bias=False, dtype=dtype) if shared else None
-        self.down = nn.Linear(shared, hidden, bias=False, dtype=dtype) if shared else None
+        self.shared_expert = SharedExpert(hidden, shared, dtype) if shared else None
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         weights, ids = self.router(x).softmax(-1, dtype=torch.float32).topk(self.top_k)
         return ids, (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
 
-    def shared(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down(F.silu(gate) * up)
-
     def forward(self, x: Tensor) -> Tensor:
         y = self.experts(x, *self.route(x))
-        return y + self.shared(x) if self.gate_up is not None else y
+        return y + self.shared_expert(x) if self.shared_expert is not None else y
 
 
-def calls(name: str) -> dict[str, Call]:
-    layer = shapes.build(shapes.SHAPES[name], torch.bfloat16, shapes.available_bytes() // 3)
-    layer.module.config._experts_implementation = "grouped_mm"
-    block = Block(layer, SHARED[name]).requires_grad_(False)
-    x = torch.randn(1, layer.shape.hidden).to(layer.dtype)
+def fused(block: Block, **options: Any) -> Callable[[Tensor], Tensor]:
+    return torch.compile(block, backend="moefuse", dynamic=False, options={"mode": "on", **options})
+
+
+def calls(layer: shapes.Layer, block: Block, tokens: int) -> dict[str, Call]:
+    x = torch.randn(tokens, layer.shape.hidden).to(layer.dtype)
     ids, weights = block.route(x)
-    alone, whole = node(layer, "cpu"), torch.compile(block, backend="moefuse", options={"mode": "on"})
-    route = torch.compile(block.route)
+    alone, whole, route = node(layer, "cpu"), fused(block), torch.compile(block.route, dynamic=False)
     found: dict[str, Call] = {
         "whole block": lambda: whole(x),
         "node": lambda: alone(x, ids, weights),
         "router": lambda: route(x),
     }
-    if block.gate_up is not None:
-        shared, one = torch.compile(block.shared), [torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1)]
-        w1, w2 = [block.gate_up.weight], [block.down.weight]
+    if (expert := block.shared_expert) is not None:
+        left = fused(block, exclude=["shared_expert"])
+        found["with the shared expert left to Inductor"] = lambda: left(x)
+        shared = torch.compile(expert, dynamic=False)
+        one = [torch.zeros(tokens, 1, dtype=torch.int64), torch.ones(tokens, 1)]
+        w1, w2 = [expert.gate_up.weight], [expert.down.weight]
         op = torch.ops.moefuse.mega_moe.default
         found["shared expert"] = lambda: shared(x)
         found["shared expert as a node"] = lambda: op(
@@ -80,6 +91,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", default="qwen3,qwen3.5,deepseek-v2-lite", help=", ".join(SHARED))
+    parser.add_argument("--tokens", default="1")
     parser.add_argument("--rounds", type=int, default=40)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
@@ -87,17 +99,22 @@ def main() -> None:
     torch.manual_seed(0)
     probes = limits.Probes(torch.bfloat16, 1)
     for name in arguments.shape.split(","):
-        torch._dynamo.reset()
-        with torch.no_grad():
-            found = calls(name)
-            least = dict.fromkeys(found, float("inf"))
-            for _ in range(arguments.rounds + 2):
-                for which, call in found.items():
-                    probes.read()  # the weights leave the caches, as they do in a model
-                    start = time.process_time()
-                    call()
-                    least[which] = min(least[which], (time.process_time() - start) * 1e3)
-        print(f"{name}: " + ", ".join(f"{which} {ms:.3f} ms" for which, ms in least.items()), flush=True)
+        layer = shapes.build(shapes.SHAPES[name], torch.bfloat16, shapes.available_bytes() // 3)
+        layer.module.config._experts_implementation = "grouped_mm"
+        block = Block(layer, SHARED[name]).requires_grad_(False)
+        for tokens in map(int, arguments.tokens.split(",")):
+            torch._dynamo.reset()
+            with torch.no_grad():
+                found = calls(layer, block, tokens)
+                least = dict.fromkeys(found, float("inf"))
+                for _ in range(arguments.rounds + 2):
+                    for which, call in found.items():
+                        probes.read()  # the weights leave the caches, as they do in a model
+                        start = time.process_time()
+                        call()
+                        least[which] = min(least[which], (time.process_time() - start) * 1e3)
+            times = ", ".join(f"{which} {ms:.3f} ms" for which, ms in least.items())
+            print(f"{name}, {tokens} tokens: {times}", flush=True)
 
 
 if __name__ == "__main__":

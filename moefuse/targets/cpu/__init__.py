@@ -13,7 +13,6 @@ from moefuse.targets.base import Target
 from moefuse.targets.cpu import kernel, torch_kernel
 from moefuse.targets.cpu.binding import BINDING
 
-
 MOST_DENSE_TOKENS = 64
 """As policy/shared.py says. Also in native/binding.cpp."""
 
