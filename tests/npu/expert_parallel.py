@@ -1,5 +1,6 @@
 """One rank of an expert-parallel layer, over the fake vendor library that computes; for processes that compile it."""
 
+import importlib
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from moefuse import targets
 from moefuse.ops.ep_context import provide
 from moefuse.targets.npu import NpuContext, Sizes, adopt, close_npu_contexts
 from moefuse.targets.npu.target import NpuTarget
+from moefuse.targets.npu.weights import encoded_scales
+from tests.npu.emulator.kernels import NZ, tiled
 from tests.targets.npu.computing import Fake, fake, table
 
 W, E, K, H, I = 2, 4, 2, 1024, 1024  # noqa: E741
@@ -83,6 +86,70 @@ class Layers(nn.Module):
                 transpose_weight1=False,
                 transpose_weight2=False,
                 target="npu",
+            )
+            x = x + y
+        return x
+
+
+class QuantisedLayers(nn.Module):
+    """The same with experts of int8, their scales as float32; this is rank 0. On an NPU the weights lie in tiles."""
+
+    def __init__(self, layers: int, device: str = "cpu") -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(2)
+        self.gates = nn.ParameterList(
+            torch.randn(H, E, generator=generator).to(device) for _ in range(layers)
+        )
+        integers, scales = [], []
+        for inputs, outputs in ((H, 2 * I), (I, H)):
+            integers.append(
+                torch.randint(-127, 128, (E, inputs, outputs), generator=generator, dtype=torch.int8)
+            )
+            scales.append((torch.rand(E, outputs, generator=generator) + 0.5) / 127 / inputs**0.5)
+        self.integers, self.scales = integers, scales
+        mine = [t[: E // W].clone().to(device) for t in (*integers, *scales)]
+        if device == "npu":
+            mine[:2] = [importlib.import_module("torch_npu").npu_format_cast(t, NZ) for t in mine[:2]]
+        self.own = nn.ParameterList(nn.Parameter(t, requires_grad=False) for t in mine)
+        self.others = [tiled(t[E // W :]) for t in integers]
+        self.encoded = [encoded_scales([t], keep=False) for t in scales]
+        matrices = [[*m, *o] for m, o in zip(mine[:2], self.others, strict=True)]
+        self.context = adopt(
+            table(0, *matrices, *self.encoded).to(device),
+            Sizes(W, E, K, H, 16, scheme="w8a8"),
+            ccl_buffer_size=200 << 20,
+            uniform_tokens=True,
+        ).tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        for gate in self.gates:
+            weights, ids = (x.float() @ gate).softmax(-1).topk(K)
+            w1, w2, s1, s2 = ([t] for t in self.own)
+            y, _ = torch.ops.moefuse.mega_moe.quant_ep(
+                self.context,
+                *(x, ids, weights, w1, w2, [], [], s1, s2, [], []),
+                quant="w8a8",
+                num_experts=E,
+                ep_world_size=W,
+                transpose_weight1=False,
+                transpose_weight2=False,
+                target="npu",
+            )
+            x = x + y
+        return x
+
+    def whole(self, x: Tensor) -> Tensor:
+        """On the reference target, with all experts on one rank."""
+        for gate in self.gates:
+            weights, ids = (x.float() @ gate.cpu()).softmax(-1).topk(K)
+            lists = [[t] for t in (*self.integers, *self.scales)]
+            y, _ = torch.ops.moefuse.mega_moe.quant(
+                None,
+                *(x, ids, weights, lists[0], lists[1], [], [], lists[2], lists[3], [], []),
+                quant="w8a8",
+                num_experts=E,
+                transpose_weight1=False,
+                transpose_weight2=False,
             )
             x = x + y
         return x

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 ATEN = """
-_softmax _to_copy abs add.Scalar add.Tensor add_.Tensor addmm arange arange.start arange.start_step bmm clamp copy_
+_softmax _to_copy abs add.Scalar add.Tensor add_.Tensor addmm arange arange.start arange.start_step
+bitwise_and.Scalar bmm clamp copy_
 cumsum div.Scalar div.Tensor div_.Tensor exp fill_.Scalar fill_.Tensor gather index.Tensor mm mul.Scalar mul.Tensor
 mul_.Tensor neg repeat sigmoid silu sort sub.Tensor sub_.Tensor sum.dim_IntList topk where.self zero_
 """
@@ -25,6 +26,9 @@ npu_grouped_matmul npu_moe_compute_expert_tokens npu_moe_finalize_routing npu_mo
 npu_moe_gating_top_k_softmax npu_moe_init_routing npu_moe_init_routing_v2 npu_moe_token_permute
 npu_moe_token_unpermute npu_swiglu
 """
+
+ND, NZ = 2, 29
+"""Numbers of memory formats."""
 
 _kernels: list[Callable[[], None]] = []
 _libraries: list[torch.library.Library] = []
@@ -49,6 +53,9 @@ def install(runtime: Path) -> None:
     for namespace, names in (("aten", ATEN), ("npu", NPU)):
         for name in names.split():
             _override(f"{namespace}::{name}", library)
+    fragment = torch.library.Library("npu", "IMPL")
+    _libraries.append(fragment)
+    fragment.impl("npu_format_cast", _format_cast(library), "PrivateUse1", allow_override=True)
 
 
 def _override(name: str, library: ctypes.CDLL) -> None:
@@ -82,14 +89,63 @@ def _kernel(operator: Any, library: ctypes.CDLL) -> Callable[..., Any]:
                 for out, value in zip(pytree.tree_leaves(into), pytree.tree_leaves(made), strict=True):
                     out.copy_(value)
 
-        _kernels.append(compute)
-        stream = torch.npu.current_stream().npu_stream
-        assert library.emulated_launch(stream, len(_kernels) - 1) == 0
-        if _failures:
-            raise _failures.pop()
+        _launch(library, compute)
         return results
 
     return run
+
+
+def _launch(library: ctypes.CDLL, compute: Callable[[], None]) -> None:
+    """On the current stream: at once, or at each replay of the graph that is captured."""
+    _kernels.append(compute)
+    stream = torch.npu.current_stream().npu_stream
+    assert library.emulated_launch(stream, len(_kernels) - 1) == 0
+    if _failures:
+        raise _failures.pop()
+
+
+def _format_cast(library: ctypes.CDLL) -> Callable[..., Tensor]:
+    """npu_format_cast to FRACTAL_NZ and back to plain memory, of matrices that need no padding."""
+
+    def cast(
+        tensor: Tensor, acl_format: int, *, customize_dtype: Any = None, input_dtype: Any = None
+    ) -> Tensor:
+        import torch_npu
+
+        have = int(torch_npu.get_npu_format(tensor))
+        given = (tuple(tensor.shape), tensor.dtype, tensor.device)
+        allowed = torch_npu._C._npu_getOption("ALLOW_INTERNAL_FORMAT") == b"enable"
+        becomes = acl_format if allowed else ND
+        made = torch_npu.empty_with_format(given[0], dtype=given[1], device=given[2], acl_format=becomes)
+        if not {have, becomes} <= {ND, NZ} or have == becomes == NZ:
+            raise NotImplementedError(f"emulated npu_format_cast from format {have} to {becomes}")
+        change: Callable[[Tensor], Tensor] = plain if have == NZ else tiled if becomes == NZ else Tensor.clone
+        into, source = host_view(made), host_view(tensor)
+
+        def compute() -> None:
+            into.copy_(change(source))
+
+        _launch(library, compute)
+        return made
+
+    return cast
+
+
+def tiled(matrices: Tensor) -> Tensor:
+    """The values of [.., K, N] as they lie in FRACTAL_NZ: strips of 32 bytes of N, in a tensor of the same shape."""
+    wide = 32 // matrices.element_size()
+    *rest, inputs, outputs = matrices.shape
+    if inputs % 16 or outputs % wide:
+        raise NotImplementedError(f"emulated FRACTAL_NZ of {inputs} by {outputs}: it would be padded")
+    strips = matrices.reshape(*rest, inputs, outputs // wide, wide).transpose(-3, -2)
+    return strips.contiguous().view(matrices.shape)
+
+
+def plain(tiles: Tensor) -> Tensor:
+    """The inverse of `tiled`."""
+    wide = 32 // tiles.element_size()
+    *rest, inputs, outputs = tiles.shape
+    return tiles.reshape(*rest, outputs // wide, inputs, wide).transpose(-3, -2).reshape(tiles.shape)
 
 
 def _outputs(operator: Any, args: Any, kwargs: Any) -> Any:

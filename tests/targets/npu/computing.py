@@ -264,11 +264,3 @@ def table(rank: int, *tensors: Sequence[Tensor]) -> Tensor:
     experts = len(tensors[0])
     addresses = [t.data_ptr() for each in tensors for t in each]
     return torch.tensor([rank, experts, *addresses, *[0] * (6 * experts - len(addresses))], dtype=torch.int64)
-
-
-def tiled(weight: Tensor) -> Tensor:
-    """The same values in a tensor of the same shape [.., K, N] whose memory is FRACTAL_NZ: strips of 32 bytes of N."""
-    wide = 32 // weight.element_size()
-    *rest, inputs, outputs = weight.shape
-    strips = weight.reshape(*rest, inputs, outputs // wide, wide).transpose(-3, -2)
-    return strips.contiguous().view(weight.shape)

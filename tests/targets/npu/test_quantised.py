@@ -25,7 +25,8 @@ from moefuse.targets.npu import (
 from moefuse.targets.npu import weights as npu_weights
 from moefuse.targets.npu.target import NpuTarget
 from moefuse.testing.npu_reference_kernels.quant import packed
-from tests.targets.npu.computing import Fake, fake, table, tiled
+from tests.npu.emulator.kernels import tiled
+from tests.targets.npu.computing import Fake, fake, table
 
 W, E, K, H, I = 2, 4, 2, 1024, 1024  # noqa: E741  the smallest that aclnnMegaMoe R1 takes
 MOST = 4
