@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("torchair")
-    for name in ("ge", "export"):
+    for name in ("ge", "export", "quantised"):
         (folder / name).mkdir()
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.npu.torchair_program", str(folder)],
@@ -73,6 +73,16 @@ def test_a_ge_graph_has_one_operator_per_layer(said: dict[str, Any]) -> None:
     assert not any("[i]x_active_mask" in keys for keys in uniform)
     assert all("[i]x_active_mask" in keys for keys in filled)
     assert "2 open contexts fit this layer" in refused
+
+
+def test_quantised_experts_are_one_operator_too(said: dict[str, Any]) -> None:
+    error, nodes, encoded = said["quantised"]
+    assert error == 0.0  # the same library computed both sides
+    wanted = {f"[i]{name}{e}" for name in ("weight1", "weight_scales1", "weight_scales2") for e in (0, 1)}
+    wanted |= {"dispatch_quant_mode", "dispatch_quant_out_dtype"}
+    assert [wanted <= set(keys) for keys in nodes] == [True] * 2
+    assert not any("[i]bias10" in keys for keys in nodes)
+    assert encoded == 8  # a float32 scale of each expert, of both GEMMs of two layers
 
 
 def test_export_writes_a_model_with_one_operator(said: dict[str, Any]) -> None:

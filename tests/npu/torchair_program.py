@@ -20,10 +20,11 @@ import torch
 import torchair
 
 import moefuse
+from moefuse import targets
 from moefuse.passes import as_torchair_pass
 from moefuse.targets.npu import close_npu_contexts
 from tests.npu.emulator.engine import pretended_engine
-from tests.npu.expert_parallel import H, Layers, vendor
+from tests.npu.expert_parallel import H, Layers, QuantisedLayers, vendor
 from tests.npu.sequences import SEQUENCES
 from tests.npu.test_sequences import operands
 
@@ -99,6 +100,22 @@ def in_ge(folder: Path) -> Any:
     return [errors, nodes, said]
 
 
+def quantised_in_ge(folder: Path) -> Any:
+    """The error, and the names of what each MegaMoe has, beside the operators that encode its scales."""
+    torch.npu.config.allow_internal_format = True
+    with pretended_engine(), vendor(on_streams=True):
+        targets.get("npu").tell(weights_cast=True)  # type: ignore[attr-defined]
+        x = torch.randn(6, H).bfloat16().npu()
+        config, _ = configured("max-autotune", run_eagerly=True)
+        config.debug.graph_dump.type, config.debug.graph_dump.path = "pbtxt", str(folder)
+        model = QuantisedLayers(2, "npu").eval()
+        error = float((compiled(model, config)(x).cpu() - model(x).cpu()).abs().max())
+    (text,) = (path.read_text() for path in folder.iterdir())
+    parts = re.split("(?m)^node {", text)
+    nodes = [re.findall('key: "([^"]*)"', part) for part in parts if 'op: "MegaMoe"' in part]
+    return [error, nodes, text.count('op: "Bitcast"')]
+
+
 def exported(folder: Path) -> Any:
     config, _ = configured("max-autotune")
     with pretended_engine(), vendor():
@@ -123,6 +140,7 @@ def main(folder: Path) -> None:
         result = {mode: one_node(mode) for mode in ("reduce-overhead", "npugraph_ex")}
         result |= {"captured": captured(), "inner": as_inner()}
         result |= {"ge": in_ge(folder / "ge"), "exported": exported(folder / "export")}
+        result["quantised"] = quantised_in_ge(folder / "quantised")
     print(json.dumps(result))
 
 
