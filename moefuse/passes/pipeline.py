@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from torch.fx import Graph, GraphModule, Node
 
-from moefuse import policy
+from moefuse import policy, targets
 from moefuse.graph.source import source_of
 from moefuse.options import Options
 from moefuse.passes import plan_comm
@@ -244,6 +244,7 @@ def _treat(
         report,
         fused=True,
         comm=_communication(site) or comm.words,
+        copied=targets.get(decision.target).copied_bytes(site.spec),
         shared=tuple(verdict for verdict, _ in beside),
     )
 

@@ -45,6 +45,7 @@ class LayerReport:
     node: the graph node that was replaced, or the node at which the meaning was lost.
     source: "file:line" of that node in the user's model, "" where unknown.
     bytes: bytes of the expert weights (0 where the spec is unknown).
+    copied: of a fused layer, bytes that its target copies of the weights at most, once, at the first run.
     launches_saved: operators that compute something and are gone, less those that came; None where nobody asked
         (`explain` and `dump` do) or nothing was fused.
     region: the nodes before and after for `to_html`; None where nobody asked. Not in JSON.
@@ -67,6 +68,7 @@ class LayerReport:
     verified: float | None = None
     comm: str = ""
     shared: tuple[SharedReport, ...] = ()
+    copied: int = 0
     launches_saved: int | None = None
     region: Region | None = field(default=None, repr=False, metadata={"json": False})
 

@@ -145,6 +145,8 @@ def _row(site: LayerReport) -> tuple[str, ...]:
     if site.comm:
         words.append(site.comm)
     words += map(shared_words, site.shared)
+    if site.copied:
+        words.append(f"copies of its weights, made once: up to {human_bytes(site.copied)}")
     if not site.fused:
         check = f"{site.check}: " if site.check else ""
         place = f" ({site.source})" if site.source else ""

@@ -48,8 +48,9 @@ class Target(ABC):
         """
         raise ContextError(f"target {self.name!r} has no contexts of its own")
 
-    def prepare(self, spec: MoeSpec) -> None:  # noqa: B027  (a hook: most targets prepare nothing)
-        """One-time work for a layer, before its first run."""
+    def copied_bytes(self, spec: MoeSpec) -> int:
+        """How much this target copies of a layer's tensors at most, once, at its first run; for the report."""
+        return 0
 
     @abstractmethod
     def run(

@@ -38,6 +38,8 @@ ENGINE = (
     "weights_cast",
 )
 """What no graph shows: the facts of `NpuTarget.tell`."""
+_ENCODED, _BIAS = 8, 4
+"""Bytes of a scale and of a bias, as the operator takes them."""
 
 
 class NpuTarget(Target):
@@ -91,6 +93,19 @@ class NpuTarget(Target):
             return self.supported()
         lies = schemes()[spec.quant].weight_format if self._cast and spec.quant in schemes() else "ND"
         return decide_npu(spec, self._conditions(spec, max_tokens, 0, lies))
+
+    def copied_bytes(self, spec: MoeSpec) -> int:
+        """Of weights that lie the other way round or in another format, and of scales; where copies are allowed."""
+        scheme = schemes().get(spec.quant)
+        if scheme is None or not self._engine.get("copy_weights"):
+            return 0
+        cast = scheme.weight_format != "ND" and not self._cast
+        first = spec.weight1_rows * spec.hidden if cast or spec.transpose_weight1 else 0
+        second = spec.intermediate * spec.out_features if cast or spec.transpose_weight2 else 0
+        weights = (first + second) * spec.expert_dtype.itemsize // spec.values_per_element
+        channels = 0 if spec.quant == "none" else spec.weight1_rows + spec.out_features
+        per_expert = weights + channels * (_ENCODED + (_BIAS if scheme.biases else 0))
+        return spec.num_experts // spec.ep_world_size * per_expert
 
     def open_context(self, group: Any, capacity: Capacity, spec: MoeSpec) -> Opened:
         """See `npu_context_for`."""

@@ -21,6 +21,7 @@ from moefuse.options import Options
 from moefuse.passes import pipeline
 from moefuse.passes.pipeline import FuseResult
 from moefuse.policy.spread import Terms
+from moefuse.report.model import GraphReport, Report
 from moefuse.targets.base import Opened
 from moefuse.targets.cpu import CpuTarget
 from moefuse.targets.npu import Sizes
@@ -127,6 +128,27 @@ def test_the_target_judges_the_whole_layer(target: NpuTarget, group: None) -> No
         "tokens_per_rank",
         8192,
     )
+
+
+def test_the_report_names_the_memory_of_copies(target: NpuTarget, group: None) -> None:
+    target.tell(copy_weights=True)
+    result = planned(Layer(transposed=True))
+    (layer,) = result.layers
+    assert (layer.fused, layer.copied) == (
+        True,
+        E // W * H * I * 2,
+    )  # the second weight of this rank's experts
+    report = Report((GraphReport(0, (layer,)),))
+    assert "copies of its weights, made once: up to 4.0 MiB" in str(report)
+    quantised = replace(SPEC, quant="w4a8", expert_dtype=torch.int32, has_bias1=True, has_bias2=True)
+    channels = E // W * (2 * I + H)
+    values = E // W * 3 * H * I
+    assert target.copied_bytes(quantised) == values // 2 + channels * (8 + 4)
+    target.tell(copy_weights=True, weights_cast=True)
+    assert target.copied_bytes(quantised) == channels * (8 + 4)
+    target.tell()
+    assert target.copied_bytes(quantised) == 0
+    assert CpuTarget().copied_bytes(quantised) == 0
 
 
 def test_its_contexts_are_the_vendors(target: NpuTarget, monkeypatch: pytest.MonkeyPatch) -> None:
