@@ -35,9 +35,10 @@ def install() -> None:
         ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     import torch_npu  # noqa: F401
 
-    from tests.npu.emulator import kernels
+    from tests.npu.emulator import hccl, kernels
 
     kernels.install(FOLDER / BASE)
+    hccl.install(FOLDER / BASE)
 
 
 def _built(folder: Path) -> list[Path]:
