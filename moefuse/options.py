@@ -5,10 +5,12 @@ In: the dict that a user gives to `torch.compile(options=...)`. Out: `Options`.
 
 import difflib
 import fnmatch
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from moefuse.comm.rendezvous import TIMEOUT
 from moefuse.graph.groups import name_of
 
 MODES = ("auto", "on", "off")
@@ -38,6 +40,7 @@ class Options:
         collectives name. A layer whose rows travel over another group isn't fused.
     ep_max_tokens: the most tokens that a rank may bring to a layer whose experts are spread; equal on all ranks. The
         shared memory of a context grows with it. More tokens are an error on every rank.
+    ep_timeout: the seconds that a rank waits for the others of such a layer, in a step or for their word; equal on all.
     meta_device: the type of the device on which a layer on the meta device is judged to be.
     """
 
@@ -52,6 +55,7 @@ class Options:
     inner_options: Mapping[str, Any] = field(default_factory=dict)
     ep_group: str = ""
     ep_max_tokens: int = 4096
+    ep_timeout: float = TIMEOUT
 
     @staticmethod
     def parse(given: Mapping[str, Any] | None) -> "Options":
@@ -135,6 +139,12 @@ def _positive(name: str, value: Any) -> int:
     return value
 
 
+def _seconds(name: str, value: Any) -> float:
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise OptionError(f"options[{name!r}]: expected a positive number of seconds, got {value!r}")
+    return float(value)
+
+
 def _device(name: str, value: Any) -> str:
     # Not torch.device: it knows "npu" only where torch_npu is installed, and a model is explained elsewhere.
     if not _text(name, value).isalpha() or value == "meta":
@@ -156,4 +166,5 @@ _PARSERS = {
     "meta_device": _device,
     "ep_group": _group,
     "ep_max_tokens": _positive,
+    "ep_timeout": _seconds,
 }

@@ -21,6 +21,10 @@ def test_modes(mode: str) -> None:
     assert Options.parse({"mode": mode}).mode == mode
 
 
+def test_a_timeout_in_seconds() -> None:
+    assert [Options.parse(given).ep_timeout for given in ({}, {"ep_timeout": 7})] == [300.0, 7.0]
+
+
 @pytest.mark.parametrize(("name", "near"), [("excludes", "exclude"), ("targets", "target"), ("Mode", "mode")])
 def test_an_unknown_option_is_named_with_the_nearest_one(name: str, near: str) -> None:
     with pytest.raises(OptionError, match=f"unknown option '{name}'; did you mean '{near}'") as caught:
@@ -57,6 +61,10 @@ WRONG: list[tuple[str, Any, str]] = [
         [1],
         "options['inner_options']: expected a dict with the inner compiler's options by name, got [1]",
     ),
+    ("ep_timeout", 0, "options['ep_timeout']: expected a positive number of seconds, got 0"),
+    ("ep_timeout", float("inf"), "options['ep_timeout']: expected a positive number of seconds, got inf"),
+    ("ep_timeout", True, "options['ep_timeout']: expected a positive number of seconds, got True"),
+    ("ep_timeout", "9", "options['ep_timeout']: expected a positive number of seconds, got '9'"),
     ("dump", 1, "options['dump']: expected a string, got int 1"),
     ("dump", None, "options['dump']: expected a string, got NoneType None"),
 ]

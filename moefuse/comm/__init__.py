@@ -8,6 +8,7 @@ from moefuse.comm import expert_parallel  # noqa: F401  (registers what mega_moe
 from moefuse.comm.capacity import Capacity
 from moefuse.comm.context import CommContext, close_contexts, context_for, contexts
 from moefuse.comm.errors import (
+    BusyError,
     CapacityError,
     CommError,
     ContextError,
@@ -19,6 +20,7 @@ from moefuse.comm.errors import (
 from moefuse.comm.timeline import Event, Timeline
 
 __all__ = [
+    "BusyError",
     "Capacity",
     "CapacityError",
     "CommContext",

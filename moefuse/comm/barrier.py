@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from moefuse.comm.errors import PeerError
+from moefuse.comm.plans import Asked
 from moefuse.comm.window import Window, fence
 
 _SPINS = 200
@@ -34,10 +35,13 @@ def poll(done: Callable[[], bool], look: Callable[[], None]) -> None:
 
 
 class Barrier:
-    """All ranks of a context, window by window in rank order."""
+    """All ranks of a context, window by window in rank order. asked: whether a rank is elsewhere, None: nobody asks."""
 
-    def __init__(self, windows: Sequence[Window], rank: int, timeout: float) -> None:
+    def __init__(
+        self, windows: Sequence[Window], rank: int, timeout: float, asked: Asked | None = None
+    ) -> None:
         self.windows, self.rank, self.timeout = windows, rank, timeout
+        self._asked = asked
 
     @property
     def epoch(self) -> int:
@@ -66,6 +70,9 @@ class Barrier:
             # asked again: it may have arrived, and then ended, since
             if not self._arrived(peer) and not window.alive() and not self._arrived(peer):
                 raise self.failure(peer, "its process ended, or closed its context")
+        if self._asked is not None and (asking := self._asked.by()) is not None and not self._arrived(asking):
+            self._asked.refuse()
+            raise self.failure(asking, Asked.WHY)
         if time.monotonic() > deadline:
             raise self.failure(late, f"it didn't reach the barrier within {self.timeout:g} s")
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from moefuse.comm.barrier import poll
 from moefuse.comm.capacity import NOTES, Capacity
 from moefuse.comm.errors import CommError, ContextError, PeerError
+from moefuse.comm.plans import Asked
 from moefuse.comm.rendezvous import Store
 from moefuse.comm.routing import Call, Traffic, check_notes, combine, sort_slots
 from moefuse.comm.timeline import Timeline
@@ -63,6 +64,7 @@ class Collectives:
         self.rank = group.rank()
         self.traffic = Traffic()
         self._next_look = 0.0
+        self._asked = Asked(group)
         self._group = weakref.ref(group)  # the context ends with its group, not the other way round
         self._store, self._poison_key = store, f"moefuse/{name}/poison"
 
@@ -189,6 +191,9 @@ class Collectives:
         if now > self._next_look:  # the store may be far away
             self._next_look = now + _LOOK_SECONDS
             self._raise_poison()
+            if (peer := self._asked.by()) is not None:
+                self._asked.refuse()
+                raise PeerError(f"rank {peer} failed: {Asked.WHY}", peer)
         if now > deadline:
             raise PeerError(f"a collective of the group didn't end within {self.timeout:g} s", -1)
 

@@ -1,8 +1,8 @@
 """The communication context of an expert-parallel group: made once, before the first forward, shared by all layers.
 
-In: a process group and a capacity. Out: `CommContext`, one per (group, device, capacity), and `context_for`, which
-makes or finds it. A node holds only the context's tensor, which names it; the context belongs to its group and ends
-before it does. Making one is collective: every rank must ask for the same contexts in the same order.
+In: a process group and a capacity. Out: `CommContext`, one per (group, device, capacity, timeout), and `context_for`,
+which makes or finds it. A node holds only the context's tensor, which names it; the context belongs to its group and
+ends before it does. Making one is collective: every rank must ask for the same contexts in the same order.
 """
 
 import itertools
@@ -22,15 +22,14 @@ from moefuse.comm import window as windows
 from moefuse.comm.capacity import Capacity
 from moefuse.comm.collectives import Collectives
 from moefuse.comm.errors import CapacityError, ContextError, ContextInUseError
-from moefuse.comm.rendezvous import Meeting, Store, agree
+from moefuse.comm.plans import Asked
+from moefuse.comm.rendezvous import TIMEOUT, Meeting, Store, agree
 from moefuse.comm.routing import Call, Traffic
 from moefuse.comm.shared_memory import SharedMemory
 from moefuse.comm.timeline import Timeline
 from moefuse.comm.window import Window
 
 TransportName = Literal["auto", "shared memory", "collectives"]
-TIMEOUT = 300.0
-"""Seconds that a rank waits for the others: they may still be compiling."""
 _MAGIC = 0x6D6F6566757365
 
 
@@ -207,7 +206,7 @@ def resolve(tensor: Tensor) -> CommContext:
     return context
 
 
-_Contexts = dict[tuple[Capacity, str, str], CommContext]
+_Contexts = dict[tuple[Capacity, str, str, float], CommContext]
 _groups: "weakref.WeakKeyDictionary[Any, _Contexts]" = weakref.WeakKeyDictionary()
 _attempts: dict[
     str, Iterator[int]
@@ -252,7 +251,7 @@ def context_for(
         raise ContextError(
             f"transport: expected auto, {SharedMemory.name} or {Collectives.name}, got {transport!r}"
         )
-    key = (capacity, device, transport)
+    key = (capacity, device, transport, timeout)
     with _making:
         _close_orphans()
         known = _groups.get(process_group)
@@ -313,6 +312,7 @@ def _make(
 ) -> CommContext:
     rank, world, store = group.rank(), group.size(), _store(group)
     wanted = {**capacity.to_dict(), "device": torch.device(device).type, "transport": transport}
+    wanted["timeout"] = timeout
     name = f"{group.group_name}/{next(_attempts.setdefault(group.group_name, itertools.count()))}"
     meeting = Meeting(store, name, rank, world, timeout)
     collectives = Collectives(capacity, group, store, name, timeout)
@@ -322,7 +322,7 @@ def _make(
         agree([each["wanted"] for each in said], "the ranks ask for different contexts")
         if _share_memory(transport, device, [each["host"] for each in said]):
             views = _exchange_windows(meeting, capacity, said[0]["run"])
-            shared = SharedMemory(capacity, views, rank, timeout)
+            shared = SharedMemory(capacity, views, rank, timeout, Asked(group))
             return CommContext(capacity, rank, collectives, shared, device)
         return CommContext(capacity, rank, collectives, device=device)
 

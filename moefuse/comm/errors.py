@@ -20,6 +20,10 @@ class RendezvousError(CommError):
         self.missing = missing
 
 
+class BusyError(RendezvousError):
+    """A rank is in a step, and waits there for this one: they run different programs."""
+
+
 class WindowError(CommError):
     """A shared memory window can't be made, or isn't what its owner said it was."""
 

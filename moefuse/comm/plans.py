@@ -1,29 +1,36 @@
 """What all ranks of a group must decide alike, before any of them runs what was decided.
 
 In: what this rank wants. Out: what every rank wants. Collective: each rank asks as often as the others, in the same
-order. A rank that doesn't come in time is named, and every rank hears of it.
+order. A rank that doesn't come in time is named, and every rank hears of it; one that waits in a step of a layer
+meanwhile, for a rank that asks here, finds out by `Asked`.
 """
 
-import itertools
-from collections.abc import Iterator
+import time
+import weakref
 from typing import Any, cast
 
 import torch.distributed as dist
 
-from moefuse.comm.context import TIMEOUT
-from moefuse.comm.rendezvous import Meeting, Store
+from moefuse.comm.errors import BusyError
+from moefuse.comm.rendezvous import TIMEOUT, Meeting, Store
 
-_asked: dict[str, Iterator[int]] = {}
+_LOOK_SECONDS = 0.5
+_met: dict[str, int] = {}
+"""By the name of a group: how often its ranks were asked."""
 
 
 def what_all_want(group: Any, wish: Any, timeout: float = TIMEOUT) -> list[Any]:
     """Every rank's wish (JSON data), in rank order.
 
-    group: a ProcessGroup. Raises RendezvousError naming the ranks that didn't come within `timeout` seconds.
+    group: a ProcessGroup. Raises RendezvousError naming the ranks that didn't come within `timeout` seconds, BusyError
+    where one of them waits for this one in a step.
     """
     meeting = _next_meeting(group, timeout)
     try:
+        meeting.begin()
         return meeting.exchange("wish", wish)
+    except BusyError:
+        raise
     except BaseException as error:
         meeting.abandon(" ".join(str(error).split()) or type(error).__name__)
         raise
@@ -35,6 +42,43 @@ def tell_all(group: Any, wish: Any) -> None:
 
 
 def _next_meeting(group: Any, timeout: float) -> Meeting:
+    meeting = _meeting(group, timeout)
+    _met[group.group_name] = _met.get(group.group_name, 0) + 1
+    return meeting
+
+
+def _meeting(group: Any, timeout: float) -> Meeting:
     store = cast(Store, dist.distributed_c10d._world.pg_map[group][1])
-    number = next(_asked.setdefault(group.group_name, itertools.count()))
-    return Meeting(store, f"plan/{group.group_name}/{number}", group.rank(), group.size(), timeout)
+    name = f"plan/{group.group_name}/{_met.get(group.group_name, 0)}"
+    return Meeting(store, name, group.rank(), group.size(), timeout)
+
+
+class Asked:
+    """Does a rank of the group wait for this one's wish, while this one waits for that rank in a step?"""
+
+    WHY = (
+        "it compiles another frame of the model, and waits for this rank to do the same; all ranks have to run the "
+        "same layers, with gradients or without"
+    )
+
+    def __init__(self, group: Any) -> None:
+        self._group = weakref.ref(group)
+        self._next_look = 0.0
+
+    def by(self) -> int | None:
+        """The rank that waits; asked of the store now and then, as it may be far away."""
+        now, group = time.monotonic(), self._group()
+        if now < self._next_look or group is None or dist.distributed_c10d._world.pg_map.get(group) is None:
+            return None
+        self._next_look = now + _LOOK_SECONDS
+        return _meeting(group, TIMEOUT).begun()
+
+    def refuse(self) -> None:
+        """Tell it so."""
+        group = self._group()
+        if group is not None:
+            _meeting(group, TIMEOUT).abandon(
+                "it waits in an expert-parallel layer that is compiled already, for a rank that compiles another; all "
+                "ranks have to run the same layers, with gradients or without",
+                busy=True,
+            )

@@ -9,8 +9,10 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from moefuse.comm.errors import ContextError, RendezvousError
+from moefuse.comm.errors import BusyError, ContextError, RendezvousError
 
+TIMEOUT = 300.0
+"""Seconds that a rank waits for the others: they may still be compiling."""
 _LONGEST_SLEEP = 0.02
 
 
@@ -43,24 +45,35 @@ class Meeting:
         """What each rank said at this step, in rank order (JSON data).
 
         Raises RendezvousError naming the ranks that didn't come within the timeout, or with the reason of the rank
-        that gave up.
+        that gave up: BusyError where it waits for this one elsewhere.
         """
         self.say(step, value)
         keys = [self._key(step, rank) for rank in range(self.world)]
         pause = 0.0005
         while not self._store.check(keys):
             if self._store.check([self._key("abandoned")]):
-                raise RendezvousError(self._store.get(self._key("abandoned")).decode())
+                said = json.loads(self._store.get(self._key("abandoned")))
+                raise (BusyError if said["busy"] else RendezvousError)(said["reason"])
             if time.monotonic() > self._deadline:
                 raise self._too_late(step, keys)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_SLEEP)
         return [json.loads(self._store.get(key)) for key in keys]
 
-    def abandon(self, reason: str) -> None:
-        """Tell the others, now or when they come, that this attempt is over."""
+    def abandon(self, reason: str, *, busy: bool = False) -> None:
+        """Tell the others, now or when they come, that this attempt is over. busy: see `BusyError`."""
         if not self._store.check([self._key("abandoned")]):  # the first reason is the true one
-            self._store.set(self._key("abandoned"), f"rank {self.rank} gave up: {reason}")
+            said = {"reason": f"rank {self.rank} gave up: {reason}", "busy": busy}
+            self._store.set(self._key("abandoned"), json.dumps(said))
+
+    def begin(self) -> None:
+        """Let ranks that aren't here yet know that one waits for them."""
+        self._store.set(self._key("begun"), str(self.rank))
+
+    def begun(self) -> int | None:
+        """A rank that waits here."""
+        key = self._key("begun")
+        return int(self._store.get(key)) if self._store.check([key]) else None
 
     def _too_late(self, step: str, keys: list[str]) -> RendezvousError:
         missing = tuple(rank for rank, key in enumerate(keys) if not self._store.check([key]))

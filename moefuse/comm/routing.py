@@ -123,7 +123,7 @@ def check_notes(notes: Tensor, call: Call, capacity: Capacity) -> None:
         raise ContextError(f"rank {ranks} runs another layer than rank 0 at the same time")
     first, theirs = (_KINDS[prints[rank] % 2**_KIND_BITS] for rank in (0, other[0]))
     raise ContextError(
-        f"a layer runs for {first} on rank 0 and for {theirs} on rank {ranks}: either all ranks want its gradient, or none"
+        f"a layer runs for {first} on rank 0 and for {theirs} on rank {ranks}: all ranks want its gradient, or none"
     )
 
 

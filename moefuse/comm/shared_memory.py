@@ -19,6 +19,7 @@ from torch import Tensor
 from moefuse.comm.barrier import Barrier
 from moefuse.comm.capacity import NOTES, Capacity
 from moefuse.comm.errors import CommError, PeerError
+from moefuse.comm.plans import Asked
 from moefuse.comm.routing import Call, Traffic, check_notes, combine, sort_slots
 from moefuse.comm.timeline import Timeline
 from moefuse.comm.window import Window
@@ -60,11 +61,18 @@ class SharedMemory:
 
     name = "shared memory"
 
-    def __init__(self, capacity: Capacity, windows: Sequence[Window], rank: int, timeout: float) -> None:
+    def __init__(
+        self,
+        capacity: Capacity,
+        windows: Sequence[Window],
+        rank: int,
+        timeout: float,
+        asked: Asked | None = None,
+    ) -> None:
         self.capacity, self.rank = capacity, rank
         self.traffic = Traffic()
         self._windows = windows
-        self._barrier = Barrier(windows, rank, timeout)
+        self._barrier = Barrier(windows, rank, timeout, asked)
         self._views = [
             _View(*(window.tensor(section) for section in capacity.sections.values())) for window in windows
         ]

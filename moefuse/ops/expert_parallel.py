@@ -5,8 +5,8 @@ experts of all ranks, and the weights are those of this rank's experts: rank r o
 Out: y of this rank's tokens, and the slots that its experts received from all ranks [E/W].
 
 Functional, but every rank must run it as often and in the same order as the others: it counts as having side effects,
-so that no compiler removes it. Its gradient (gradient.py) is as collective: `training` is True, alike on all ranks, in a
-forward that is recorded for it.
+so that no compiler removes it. Its gradient (gradient.py) is as collective: `training` is True, alike on all ranks, in
+a forward that is recorded for it.
 """
 
 from collections.abc import Sequence

@@ -2,8 +2,8 @@
 
 In: the gradient of y and the inputs of the forward call. Out: the gradients that are needed, flat, in the
 order x, topk_weights, weight1, weight2, bias1, bias2, row_scale. Each expert's rows are recomputed under autograd from
-its plain formula (expert.py), one expert at a time, so the forward pass saves nothing but its inputs. Over several ranks
-rows travel once more, both ways (comm/): every rank runs it, whatever it needs of it.
+its plain formula (expert.py), one expert at a time, so the forward pass saves nothing but its inputs. Over several
+ranks rows travel once more, both ways (comm/): every rank runs it, whatever it needs of it.
 """
 
 from collections.abc import Callable, Sequence
@@ -164,8 +164,9 @@ def add_identities(
     topk_weights: Tensor,
     options: Options,
 ) -> None:
-    """Add what slots with an identity expert give, in place: to grad_x [T, H], of the sum's dtype as grad_y [T, H] is,
-    and to grad_weights [T, K].
+    """Add what slots with an identity expert give to grad_x [T, H] and grad_weights [T, K], in place.
+
+    grad_x and grad_y [T, H] are of the sum's dtype.
     """
     if not options.num_identity_experts:
         return

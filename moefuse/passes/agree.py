@@ -21,8 +21,9 @@ from torch._guards import CompileContext
 from torch.utils.weak import WeakIdKeyDictionary
 
 from moefuse import targets
-from moefuse.comm import Capacity, CommError, context_for
+from moefuse.comm import BusyError, Capacity, CommError, context_for
 from moefuse.comm.plans import tell_all, what_all_want
+from moefuse.comm.rendezvous import TIMEOUT
 from moefuse.graph.groups import Place, group_of
 from moefuse.ops.ep_context import provide
 from moefuse.ops.spec import MoeSpec
@@ -42,7 +43,10 @@ class AgreementError(RuntimeError):
 
 @dataclass(frozen=True)
 class Wish:
-    """What this rank would do with one candidate. digest: of what the layer computes, "" where it isn't to be fused."""
+    """What this rank would do with one candidate. digest: of what the layer computes, "" where it isn't to be fused.
+
+    timeout: seconds that its context waits for other ranks.
+    """
 
     candidate: int
     layer: str
@@ -53,12 +57,13 @@ class Wish:
     check: str = ""
     reason: str = ""
     spec: MoeSpec | None = None
+    timeout: float = TIMEOUT
 
     @property
     def context(self) -> str:
         """The name of its context, equal in all processes: a compiled graph may come from a cache."""
         assert self.capacity is not None
-        own = {"group": self.place.name, **self.capacity.to_dict()}
+        own = {"group": self.place.name, "timeout": self.timeout, **self.capacity.to_dict()}
         if self.spec is not None and self.spec.quant != "none":  # other rows travel
             own["quant"] = self.spec.quant
         return json.dumps(own, separators=(",", ":"))
@@ -158,21 +163,35 @@ def _agree(place: Place, wishes: list[Wish], options: Options, training: bool) -
             )
         return None
     known[key] = None
-    refusal = _asked(group, place, wishes, options)
+    refusal = _asked(group, place, wishes, options, training, known)
     if refusal is None:
         known[key] = digests
     return refusal
 
 
-def _asked(group: Any, place: Place, wishes: list[Wish], options: Options) -> tuple[str, str] | None:
-    """Ask the other ranks; where all say yes, make the contexts."""
+def _asked(
+    group: Any, place: Place, wishes: list[Wish], options: Options, training: bool, known: dict[Any, Any]
+) -> tuple[str, str] | None:
+    """Ask the other ranks; where all say yes, make the contexts.
+
+    known: of this model, by frame and whether gradients are wanted. Where ranks differ in that, the frame is not fused
+    in either way: nobody would come to the second question.
+    """
     mine = [[wish.layer, wish.digest, wish.reason] for wish in wishes]
-    said = {"layers": mine, "mode": options.mode}
+    said = {"layers": mine, "mode": options.mode, "gradients": training}
     if (own := next((wish for wish in wishes if wish.reason), None)) is not None:
         tell_all(group, said)
         return "ep_agreement", f"rank {place.rank} doesn't fuse {own.layer or '(root)'}: {own.reason}"
     try:
-        everyone = what_all_want(group, said)
+        everyone = what_all_want(group, said, options.ep_timeout)
+        if odd := [rank for rank, theirs in enumerate(everyone) if theirs["gradients"] != training]:
+            known[(_frame()[0], not training)] = None
+            here, there = ("", "no ") if training else ("no ", "")
+            ranks = ", ".join(map(str, odd))
+            return (
+                "ep_agreement",
+                f"{here}gradients are wanted on rank {place.rank}, and {there}gradients on {ranks}",
+            )
         for rank, theirs in enumerate(everyone):
             for layer, digest, reason in theirs["layers"]:
                 if not digest:
@@ -185,6 +204,8 @@ def _asked(group: Any, place: Place, wishes: list[Wish], options: Options) -> tu
                 )
         for wish in {wish.context: wish for wish in wishes}.values():
             _opened(group, wish)
+    except BusyError as error:
+        raise AgreementError(str(error)) from error
     except CommError as error:
         log.warning("no expert-parallel layer of this graph is fused: %s", error)
         return "ep_context", str(error)
@@ -222,5 +243,5 @@ def _opened(group: Any, wish: Wish) -> Opened:
     target = targets.get(wish.decision.target)
     if target.communicates:
         return target.open_context(group, wish.capacity, wish.spec)
-    context = context_for(group, wish.capacity)
+    context = context_for(group, wish.capacity, timeout=wish.timeout)
     return Opened(context.tensor, context.transport, context.bytes)

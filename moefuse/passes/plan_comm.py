@@ -183,7 +183,16 @@ def _wish(graph: Graph, number: int, candidate: Candidate, options: Options) -> 
     if reason:
         return Wish(number, candidate.layer, place, decision, check=check, reason=reason)
     capacity = SpreadLayer.of(site.spec, decision.target, terms).capacity()
-    return Wish(number, candidate.layer, place, decision, _digest(site), capacity, spec=site.spec)
+    return Wish(
+        number,
+        candidate.layer,
+        place,
+        decision,
+        _digest(site),
+        capacity,
+        spec=site.spec,
+        timeout=options.ep_timeout,
+    )
 
 
 def _digest(site: Site) -> str:

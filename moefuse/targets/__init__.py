@@ -27,7 +27,8 @@ def register(target: Target) -> None:
     register_kernel(target.name, target.run)
     if target.communicates:
         register_communicator(
-            lambda _, context, operands, options, training: target.run(context, operands, options), target.name
+            lambda _, context, operands, options, training: target.run(context, operands, options),
+            target.name,
         )
     if type(target).run_quantised is not Target.run_quantised:
         known = register_quant_communicator if target.communicates else register_quant_kernel

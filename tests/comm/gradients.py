@@ -58,9 +58,7 @@ def together(
     return [y, *torch.autograd.grad(y, inputs, probe(layer, rank, count))]
 
 
-def alone(
-    layer: Spread, rank: int, counts: tuple[int, ...], ids: Tensor | None
-) -> list[Tensor]:
+def alone(layer: Spread, rank: int, counts: tuple[int, ...], ids: Tensor | None) -> list[Tensor]:
     """The same from one process, in which all tokens are."""
     world = len(counts)
     everyone = [layer.tokens(r, n, None if ids is None else ids.expand(n, -1)) for r, n in enumerate(counts)]
@@ -96,4 +94,6 @@ def check(
     pairs = list(zip(got, want, strict=True))
     for name, (a, b) in enumerate(pairs[:-1] if scale is not None and scale.dim() == 1 else pairs):
         assert a.dtype == b.dtype
-        torch.testing.assert_close(a, b, rtol=64 * eps, atol=64 * eps, msg=lambda m, n=name: f"gradient {n}: {m}")
+        torch.testing.assert_close(
+            a, b, rtol=64 * eps, atol=64 * eps, msg=lambda m, n=name: f"gradient {n}: {m}"
+        )

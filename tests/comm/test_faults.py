@@ -2,10 +2,12 @@
 
 import signal
 import time
+from functools import partial
 
 import pytest
+import torch.distributed as dist
 
-from moefuse.comm import CapacityError, ContextError, PeerError, context_for
+from moefuse.comm import CapacityError, CommError, ContextError, PeerError, context_for
 from tests.comm.layers import spread
 from tests.comm.ranks import run_ranks, values
 from tests.comm.steps import TIMEOUT, steps_until_failure
@@ -121,6 +123,51 @@ def test_too_many_tokens_anywhere_are_an_error_everywhere(transport, target) -> 
     for said, seconds in values(run_ranks(4, too_many, transport, target)):
         assert "rank 1 has 9, rank 3 has 12, max_tokens_per_rank is 8" in said
         assert seconds < SLACK
+
+
+def trains_alone(rank: int, world: int, transport: str) -> str:
+    layer = spread(1, top_k=2)
+    context = context_for(None, layer.capacity(world, 8), transport=transport, timeout=20)
+    x, ids, weights = layer.tokens(rank, 4)
+    with pytest.raises(ContextError) as caught:
+        layer.together(context.tensor, rank, world, (x.requires_grad_(rank > 0), ids, weights), "cpu")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("transport", ["shared memory", "collectives"])
+def test_gradients_wanted_on_some_ranks_only(transport) -> None:
+    said = values(run_ranks(4, trains_alone, transport))
+    why = "inference on rank 0 and for training on rank 1, 2, 3: all ranks want its gradient, or none"
+    assert said == [f"a layer runs for {why}"] * 4
+
+
+def asks_meanwhile(rank: int, world: int, transport: str) -> tuple[str, str, float]:
+    """Rank 0 compiles something new, the others run what they have."""
+    from moefuse.comm.plans import what_all_want
+
+    layer = spread(1, top_k=2)
+    context = context_for(None, layer.capacity(world, 8), transport=transport, timeout=60)
+    assert what_all_want(dist.group.WORLD, rank, 60) == list(range(world))
+    layer.together(context.tensor, rank, world, layer.tokens(rank, 4), "cpu")
+    start = time.monotonic()
+    tokens = layer.tokens(rank, 4)
+    asks = partial(what_all_want, dist.group.WORLD, 0, 60)
+    runs = partial(layer.together, context.tensor, rank, world, tokens, "cpu")
+    with pytest.raises(CommError) as caught:
+        (runs if rank else asks)()
+    return type(caught.value).__name__, str(caught.value), time.monotonic() - start
+
+
+@pytest.mark.parametrize("transport", ["shared memory", "collectives"])
+def test_a_rank_that_compiles_while_others_wait_for_it_in_a_layer(transport) -> None:
+    """All of them hear of it at once, and need not wait for each other until it is too late."""
+    asking, *waiting = values_of_survivors(run_ranks(4, asks_meanwhile, transport))
+    assert asking[0] == "BusyError"
+    assert "it waits in an expert-parallel layer that is compiled already" in asking[1]
+    for kind, said, _ in waiting:
+        assert kind == "PeerError"
+        assert said.startswith("rank 0 failed: it compiles another frame of the model")
+    assert max(seconds for *_, seconds in (asking, *waiting)) < 1 + SLACK
 
 
 def other_layers(rank: int, world: int, target: str) -> str:

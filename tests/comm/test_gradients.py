@@ -28,13 +28,20 @@ def every_case(rank: int, world: int, transport: str) -> None:
         for counts in TOKENS[world][: None if top_k == 2 else 2]:
             check(layer, rank, counts, transport)
     layer = spread(20, top_k=2, **WIDE)
-    for ids in ([EXPERTS - 1] * 2, [0, 1], [-1, EXPERTS], [-(2**40), 3]):  # one expert, one rank, nobody, half
+    for ids in (
+        [EXPERTS - 1] * 2,
+        [0, 1],
+        [-1, EXPERTS],
+        [-(2**40), 3],
+    ):  # one expert, one rank, nobody, half
         check(layer, rank, TOKENS[world][0], transport, torch.tensor([ids]))
     for seed, layout in enumerate(LAYOUTS):
         for target in ("reference", "cpu"):
             check(spread(30 + seed, top_k=3, **layout), rank, TOKENS[world][0], transport, target=target)
 
 
-@pytest.mark.parametrize(("world", "transport"), [(2, "shared memory"), (2, "collectives"), (4, "shared memory")])
+@pytest.mark.parametrize(
+    ("world", "transport"), [(2, "shared memory"), (2, "collectives"), (4, "shared memory")]
+)
 def test_gradients_are_those_of_one_process(world, transport) -> None:
     values(run_ranks(world, every_case, transport))

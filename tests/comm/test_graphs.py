@@ -114,11 +114,15 @@ def every_gradient(rank: int, world: int, cases: list[Any], inner: str) -> list[
             got = trained(run, model, everyone[rank])
             mine, of_all = (trained(whole, whole, x) for x in (everyone[rank], torch.cat(everyone)))
             want = [*mine[:2], *(grad[own] for grad in of_all[2:4]), *mine[4:]]
-            others = [] if form is InPlace else trained(written, written, everyone[rank])  # in place has none, written
+            others = (
+                [] if form is InPlace else trained(written, written, everyone[rank])
+            )  # in place has none, written
             for grad, *expected in zip(got, want, *([others] if others else []), strict=True):
                 for value in expected:
                     # float32 sums of tens of products of size 1 in another order
-                    torch.testing.assert_close(grad, value, **TOLERANCE.get(form, {"rtol": 1e-4, "atol": 2e-5}))
+                    torch.testing.assert_close(
+                        grad, value, **TOLERANCE.get(form, {"rtol": 1e-4, "atol": 2e-5})
+                    )
         found.append(all(site.fused for site in moefuse.reports()[-1].sites))
     return found
 

@@ -159,9 +159,7 @@ def test_its_gradient_is_that_of_one_rank_under_compilers(context, backend) -> N
         return OP(context, x.sin(), *layer.args[2:4], [w1], [w2], [], [], **layer.kwargs)[0].cos()
 
     def alone(x, w1, w2):
-        y, _ = torch.ops.moefuse.mega_moe(
-            None, x.sin(), *layer.args[2:4], [w1], [w2], [], [], **layer.kwargs
-        )
+        y, _ = torch.ops.moefuse.mega_moe(None, x.sin(), *layer.args[2:4], [w1], [w2], [], [], **layer.kwargs)
         return y.cos()
 
     want = gradients(alone, layer)
@@ -169,7 +167,9 @@ def test_its_gradient_is_that_of_one_rank_under_compilers(context, backend) -> N
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
     with torch.no_grad():
-        torch.testing.assert_close(call(context, layer, layer.x.requires_grad_())[0], layer.call("reference")[0])
+        torch.testing.assert_close(
+            call(context, layer, layer.x.requires_grad_())[0], layer.call("reference")[0]
+        )
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -180,10 +180,14 @@ def test_its_gradient_runs_once_for_each_forward_the_last_first(context, backend
 
     forward, backward = CommContext.forward, CommContext.backward
     monkeypatch.setattr(
-        CommContext, "forward", lambda *call: ran.append(int(call[1].options.activation_params[0])) or forward(*call)
+        CommContext,
+        "forward",
+        lambda *call: ran.append(int(call[1].options.activation_params[0])) or forward(*call),
     )
     monkeypatch.setattr(
-        CommContext, "backward", lambda *call: ran.append(-int(call[1].options.activation_params[0])) or backward(*call)
+        CommContext,
+        "backward",
+        lambda *call: ran.append(-int(call[1].options.activation_params[0])) or backward(*call),
     )
     layer = make_layer(1)
 
@@ -208,7 +212,9 @@ def test_what_has_no_gradient(context, monkeypatch) -> None:
     from moefuse.ops import kernels
 
     monkeypatch.setitem(kernels._COMMUNICATORS, "reference", None)
-    with pytest.raises(NotImplementedError, match="target 'reference' exchanges rows itself and has no gradient"):
+    with pytest.raises(
+        NotImplementedError, match="target 'reference' exchanges rows itself and has no gradient"
+    ):
         call(context, layer, x)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import moefuse
+from moefuse.comm import BusyError
 from moefuse.graph.groups import Place, place_in
 from moefuse.options import Options
 from moefuse.passes import agree, plan_comm
@@ -21,7 +22,7 @@ def yes_from_all(monkeypatch) -> Iterator[None]:
     """Rank 1 of two, of which the other says the same as this one. Graphs are compiled; nobody is there to run them."""
     torch._dynamo.reset()
     monkeypatch.setattr(plan_comm, "place_in", lambda name: place_in(name)._replace(live=True))
-    monkeypatch.setattr(agree, "what_all_want", lambda group, wish: [wish, wish])
+    monkeypatch.setattr(agree, "what_all_want", lambda group, wish, timeout: [wish, wish])
     monkeypatch.setattr(agree, "tell_all", lambda group, wish: None)
     monkeypatch.setattr(agree, "_opened", lambda group, wish: None)
     monkeypatch.setattr(plan_comm, "contexts_of", lambda wishes: [])
@@ -30,9 +31,9 @@ def yes_from_all(monkeypatch) -> Iterator[None]:
         yield
 
 
-def compiled(k: int = 2, dynamic: bool = True) -> Callable[[int], None]:
+def compiled(k: int = 2, dynamic: bool = True, **more: Any) -> Callable[[int], None]:
     """Compiles a layer for a number of tokens; what running it says doesn't matter here."""
-    options = {"inner": "eager", "ep_max_tokens": 64}
+    options = {"inner": "eager", "ep_max_tokens": 64, **more}
     run = torch.compile(ByExpert(1, 2, k=k), backend="moefuse", dynamic=dynamic, options=options)
 
     def call(count: int) -> None:
@@ -90,8 +91,41 @@ def test_with_and_without_gradients_is_agreed_on_apart(training_first) -> None:
     for training in (training_first, not training_first):
         with torch.set_grad_enabled(training):
             run(5)
-    expected = [(False, "ep_training"), (True, "")]
-    assert verdicts() == (expected if training_first else expected[::-1])
+    assert verdicts() == [(True, ""), (True, "")]
+
+
+@pytest.mark.usefixtures("yes_from_all")
+@pytest.mark.parametrize("training", [False, True])
+def test_gradients_on_one_rank_only_leave_the_frame_unfused_both_ways(training, monkeypatch) -> None:
+    """Nobody would come where the other way is asked about later."""
+    asked: list[float] = []
+
+    def other(group: Any, wish: Any, timeout: float) -> list[Any]:
+        asked.append(timeout)
+        return [wish | {"gradients": not wish["gradients"]}, wish]
+
+    monkeypatch.setattr(agree, "what_all_want", other)
+    run = compiled(ep_timeout=7)
+    for grad in (training, not training):
+        with torch.set_grad_enabled(grad):
+            run(5)
+    assert verdicts() == [(False, "ep_agreement")] * 2
+    assert asked == [7.0]
+    reason = moefuse.reports()[-1].sites[0].reason
+    here, there = ("", "no ") if training else ("no ", "")
+    assert reason == f"{here}gradients are wanted on rank 1, and {there}gradients on 0"
+
+
+@pytest.mark.usefixtures("yes_from_all")
+def test_a_rank_that_is_busy_with_another_layer_is_an_error(monkeypatch) -> None:
+    """Going on unfused would leave it waiting."""
+
+    def busy(*_: Any) -> list[Any]:
+        raise BusyError("rank 0 gave up: it waits in a layer")
+
+    monkeypatch.setattr(agree, "what_all_want", busy)
+    with pytest.raises(agree.AgreementError, match="rank 0 gave up: it waits in a layer"):
+        compiled()(5)
 
 
 class _Group:
@@ -106,7 +140,7 @@ def test_refusals_are_told_first_and_groups_asked_in_one_order(monkeypatch) -> N
     monkeypatch.setattr(agree, "group_of", groups.get)
     monkeypatch.setattr(agree, "tell_all", lambda group, wish: said.append(f"told {names[group]}"))
     monkeypatch.setattr(
-        agree, "what_all_want", lambda group, wish: [said.append(f"asked {names[group]}") or wish]
+        agree, "what_all_want", lambda group, wish, timeout: [said.append(f"asked {names[group]}") or wish]
     )
     monkeypatch.setattr(agree, "_opened", lambda group, wish: None)
     monkeypatch.setattr(Wish, "context", property(lambda wish: wish.layer))

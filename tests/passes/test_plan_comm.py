@@ -12,6 +12,7 @@ from moefuse.graph.capture import capture
 from moefuse.options import OptionError, Options
 from moefuse.passes import pipeline
 from moefuse.passes.pipeline import FuseResult
+from moefuse.patterns.rules import op_name
 from moefuse.policy.spread import Terms
 from moefuse.testing import fake_ep_group
 from tests.comm.spread_models import Block, ByExpert, E, Gathered, Summed, tokens
@@ -192,7 +193,6 @@ def test_weights_that_are_no_floats_any_more_are_not_those_that_were_gathered(fo
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"contact": "refuse"}, "ep_context", "makes no contexts"),
-    ({"grad": True}, "ep_training", "gradients are wanted"),
     ({"ep_max_tokens": 2**30}, "ep_capacity", "max_tokens_per_rank"),
     ({"exclude": ["*"]}, "exclude", "exclude='*'"),
     ({"verify": True}, "ep_verify", "would wait for it"),
@@ -207,6 +207,38 @@ def test_a_refused_layer_keeps_its_collectives(how, check, reason) -> None:
     assert (layer.fused, layer.check) == (False, check)
     assert reason in layer.reason
     assert collectives(result) == ["all_to_all_single"] * 4
+
+
+class Cut(ByExpert):
+    """Stops the gradient on its way, in one place."""
+
+    def __init__(self, rank: int, world: int, where: str) -> None:
+        super().__init__(rank, world)
+        self.where = where
+
+    def exchange(self, rows: torch.Tensor, received: Any, sent: Any) -> torch.Tensor:
+        floating = rows.is_floating_point()
+        if floating and self.where == "sent":
+            rows = rows.detach()
+        with torch.set_grad_enabled(not (floating and self.where == "no_grad")):
+            rows = super().exchange(rows, received, sent)
+        return rows.detach() if floating and self.where == "received" else rows
+
+    def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = super().route(x)
+        return (weights.detach() if self.where == "weights" else weights), ids
+
+
+@pytest.mark.parametrize("where", ["sent", "received", "no_grad", "weights", "nowhere"])
+def test_a_gradient_stops_where_the_model_stops_it(where) -> None:
+    """Inside of the layer: it is left. Before it: the node takes what has none."""
+    with fake_ep_group(2, 1):
+        result = planned(Cut(1, 2, where), grad=True)
+    (layer,) = result.layers
+    assert layer.fused is (where in ("weights", "nowhere"))
+    if layer.fused:
+        (call,) = result.calls
+        assert op_name(call.args[3]) == ("aten::detach" if where == "weights" else "aten::div")
 
 
 def test_the_group_may_be_given() -> None:
@@ -237,7 +269,9 @@ def test_policy_asks_only_what_is_equal_on_all_ranks() -> None:
     assert policy.decide_spread(spec, Terms("g", "", 16)).ok
     refused = {
         "ep_capacity": replace(spec, ep_world_size=3),
-        "ep_training": replace(spec, training=True),
+        "training": replace(
+            spec, training=True, activation="custom", activation_program="mul.Tensor(gt.Scalar(g, 0), u)"
+        ),
         "expert_dtype": replace(spec, expert_dtype=torch.int8),
         "target": replace(spec, device="cuda:0"),
     }
