@@ -1,8 +1,8 @@
 """transformers' exchange of rows between ranks, without its branch on whether any row came.
 
-In: a model. Out: `Exchanges`, a context manager for a call: while Dynamo traces without gradients, the experts run on the
-rows that came, however many, where transformers' own code runs them on one row of zeros if there are none, and takes
-no row of what they give. To row-wise experts of plain torch operators that is the same; a branch breaks the graph.
+In: a model. Out: `Exchanges`, a context manager for a call: while Dynamo traces without gradients, the experts run on
+the rows that came, however many, where transformers' own code runs them on one row of zeros if there are none, and
+takes no row of what they give. To row-wise experts of plain torch operators that is the same; a branch breaks the graph.
 """
 
 import ast
@@ -84,9 +84,9 @@ def _row_wise(module: nn.Module) -> bool:
 
 
 @functools.cache  # one class for good: Dynamo guards on it
-def _straightened(kind: Any) -> type | None:
+def _straightened(kind: type) -> type | None:
     """The class with a straight call; None where its call isn't as it is known."""
-    written = kind.__call__
+    written = vars(kind)["__call__"]
     try:
         source = read(written)
         straight = build(source, _without_branch(source.definition), None)

@@ -3,6 +3,8 @@
 The ids that are counted must be all of them, each exactly once, in whatever order.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch.fx import Node
 
@@ -12,6 +14,7 @@ from moefuse.patterns.facts import (
     Const,
     Count,
     Dense,
+    Dims,
     Expr,
     Fact,
     Group,
@@ -25,8 +28,17 @@ from moefuse.patterns.facts import (
     group_size,
 )
 from moefuse.patterns.pointwise import EXACT, is_mask, pointwise, strip_casts
-from moefuse.patterns.ranks import arrival, arrival_of, numbered, same_ids, summed_counts
-from moefuse.patterns.router import distinct
+from moefuse.patterns.ranks import (
+    MOST_EXPERTS,
+    arrival,
+    arrival_of,
+    carried,
+    numbered,
+    owners,
+    same_ids,
+    summed_counts,
+)
+from moefuse.patterns.router import chosen_from, distinct
 from moefuse.patterns.rules import Lifting, Outcome, argument, is_float, op_name, rule, value
 from moefuse.patterns.runs import begins_of, ends_of
 from moefuse.patterns.unify import Unifier
@@ -62,8 +74,41 @@ def histc(lift: Lifting, node: Node) -> Outcome:
     spread = torch.histc(torch.arange(bins, dtype=torch.float32), bins, low, high)
     if not bool((spread == 1).all()):
         raise Conflict(f"histc with {bins} bins over {low}..{high} doesn't count the ids 0..{bins - 1}")
+    beyond = torch.histc(torch.tensor([float(bins)]), bins, low, high)
+    if bool(beyond.any()) and isinstance(ids, Leaf) and not _all_below(lift, ids, bins):
+        raise Conflict(
+            f"histc over {low}..{high} counts an id {bins} as one of {bins - 1}, and no top-k over {bins} made the ids"
+        )
     group: Group = () if bins == 1 else (Axis(bins),)
     return Fact(Count(ids, group), (group,))
+
+
+def _all_below(lift: Lifting, leaf: Leaf, bins: int) -> bool:
+    """True for ids of a top-k over no more than `bins`, or what arithmetic makes of the ids of one."""
+    known = [(chosen_from(leaf), list[Node]())]
+    known += [(chosen_from(ids), chain) for ids, _, chain in made_from(lift, leaf)]
+    found = next(((count, chain) for count, chain in known if count is not None), None)
+    if found is None or found[0] > MOST_EXPERTS:
+        return False
+    return bool((carried(found[1], torch.arange(found[0])) < bins).all())
+
+
+def made_from(lift: Lifting, leaf: Leaf) -> Iterator[tuple[Leaf, Dims, list[Node]]]:
+    """The integer tensors from which elementwise arithmetic makes another one, each with the operators from there on.
+
+    Their dims say which element each one is made from; every element of theirs is there once.
+    """
+    chain: list[Node] = []
+    node = leaf.node
+    while (step := owners(node, torch.zeros(1, dtype=torch.int64))) is not None:
+        chain, node = [node, *chain], step[0]
+        fact = lift.fact(node)
+        ids = covers(fact)
+        if not isinstance(ids, Leaf):
+            return
+        yield ids, fact.dims, chain
+        if ids.node is not node:
+            return
 
 
 @rule("aten::bincount")

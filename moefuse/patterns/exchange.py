@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from moefuse.graph import sizes
 from moefuse.graph.groups import Place, place_in
-from moefuse.patterns.counts import covers
+from moefuse.patterns.counts import covers, made_from
 from moefuse.patterns.facts import (
     Arrived,
     At,
@@ -35,10 +35,10 @@ from moefuse.patterns.facts import (
     group_size,
 )
 from moefuse.patterns.pieces import tally_of
-from moefuse.patterns.pointwise import walk
-from moefuse.patterns.ranks import MOST_EXPERTS, arrival, is_one_inflow, one_of, owners, width_of
+from moefuse.patterns.pointwise import EXACT, walk
+from moefuse.patterns.ranks import MOST_EXPERTS, arrival, carried, is_one_inflow, one_of, width_of
 from moefuse.patterns.router import chosen_from
-from moefuse.patterns.rules import Lifting, Outcome, argument, rule, value
+from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
 from moefuse.patterns.runs import by_expert, rows_by_expert
 from moefuse.patterns.structure import regroup
 from moefuse.patterns.unify import bind, bind_group
@@ -114,37 +114,39 @@ def _even(node: Node, world: int) -> bool:
 def _ids_of(lift: Lifting, leaf: Leaf, in_place: bool = False) -> tuple[Leaf, int]:
     """(ids, n) where an integer leaf is ids // n, element by element: the rank of each slot's expert; else (leaf, 1).
 
+    Of a router's ids whatever arithmetic comes to that; of others, from a table of where experts are, say, a division.
     in_place: demand that element i is that of the i-th id, as for a sort; for a count any order will do.
     """
-    chain: list[Node] = []
-    node = leaf.node
-    while (step := owners(node, torch.zeros(1, dtype=torch.int64))) is not None:
-        chain.insert(0, node)
-        node = step[0]
-        fact = lift.fact(node)
-        ids = covers(fact)
-        if not isinstance(ids, Leaf) or (in_place and _listed(fact.dims) != _listed(ids.index)):
-            return leaf, 1
+    divided = (leaf, 1)
+    for ids, dims, chain in made_from(lift, leaf):
+        if in_place and _listed(dims) != _listed(ids.index):
+            break
         count = chosen_from(ids)
         if count is not None and count <= MOST_EXPERTS:
-            width = width_of(_carried(chain, torch.arange(count)))
-            return (ids, width) if width is not None else (leaf, 1)
-        if ids.node is not node:
-            return leaf, 1
-    return leaf, 1
+            width = width_of(carried(chain, torch.arange(count)))
+            return (ids, width) if width is not None else divided
+        if (divisor := _divisor(chain)) is not None:
+            divided = (ids, divisor)
+    return divided
+
+
+def _divisor(chain: list[Node]) -> int | None:
+    """n, where the operators are one division by n, rounded down for negative numbers too, and casts."""
+    divisors = [argument(node, 1) for node in chain if op_name(node) != "aten::_to_copy"]
+    exact = all(value(node).dtype in EXACT for node in chain)
+    floors = all(_is_floor(node) for node in chain if op_name(node) != "aten::_to_copy")
+    (width,) = divisors if len(divisors) == 1 else (None,)
+    return width if exact and floors and isinstance(width, int) and width > 0 else None
+
+
+def _is_floor(node: Node) -> bool:
+    return op_name(node) == "aten::floor_divide" or (
+        op_name(node) == "aten::div" and node.kwargs.get("rounding_mode") == "floor"
+    )
 
 
 def _listed(dims: Dims) -> Group:
     return tuple(digit for group in dims for digit in group)
-
-
-def _carried(chain: list[Node], numbers: torch.Tensor) -> torch.Tensor:
-    """What becomes of numbers in operators one after the other."""
-    for node in chain:
-        step = owners(node, numbers)
-        assert step is not None
-        numbers = step[1]
-    return numbers
 
 
 # --- rows ------------------------------------------------------------------------------------------------

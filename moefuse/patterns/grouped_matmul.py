@@ -93,7 +93,7 @@ def row_order(rows: Fact, ids: Leaf | Local | Spread | Among, rows_node: Node) -
 
 
 def _only_experts(group: Group, ids: Expr) -> Local | None:
-    """The numbers of rows that came to the one expert of this rank, as they lie: they are in order by expert as such."""
+    """The numbers of rows that came to the one expert of this rank: as they lie they are in order by expert."""
     (rows,) = group if len(group) == 1 else (None,)
     if not isinstance(ids, Local) or not isinstance(rows, Arrived) or ids.ranks.experts != 1:
         return None

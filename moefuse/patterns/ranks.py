@@ -4,7 +4,7 @@ In: facts. Out: how many slots go to each rank, and which of its own experts a r
 arithmetic means is found by doing it on every id there is, not by how it is spelled.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -150,6 +150,15 @@ def owners(ids: Node, numbers: Tensor) -> tuple[Node, Tensor] | None:
     args, kwargs = torch.fx.map_arg((ids.args, ids.kwargs), lambda node: numbers)
     result = _whole(ids.target(*args, **{k: v for k, v in kwargs.items() if k not in ("device", "layout")}))
     return None if result is None or result.shape != numbers.shape else (tensors[0], result)
+
+
+def carried(chain: Sequence[Node], numbers: Tensor) -> Tensor:
+    """What becomes of numbers in operators one after the other, each of which `owners` knows."""
+    for node in chain:
+        step = owners(node, numbers)
+        assert step is not None
+        numbers = step[1]
+    return numbers
 
 
 def width_of(numbers: Tensor) -> int | None:

@@ -15,10 +15,21 @@ H, I, E = 16, 8, 4  # noqa: E741
 
 
 class Block(nn.Module):
-    """Router and experts; subclasses say how rows travel. group: None for the default group."""
+    """Router and experts; subclasses say how rows travel. group: None for the default group.
+
+    replicas: each expert is there twice, and a table says where; which of the two a token goes to is its own matter.
+    """
 
     def __init__(
-        self, rank: int, world: int, *, k: int = 2, shared: bool = False, group: Any = None, seed: int = 0
+        self,
+        rank: int,
+        world: int,
+        *,
+        k: int = 2,
+        shared: bool = False,
+        group: Any = None,
+        seed: int = 0,
+        replicas: bool = False,
     ) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
@@ -26,16 +37,26 @@ class Block(nn.Module):
         def draw(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.randn(*shape, generator=generator) * shape[-2] ** -0.5)
 
-        self.rank, self.world, self.local, self.k = rank, world, E // world, k
+        self.experts = 2 * E if replicas else E
+        self.rank, self.world, self.local, self.k = rank, world, self.experts // world, k
         self.group = torch.distributed.group.WORLD if group is None else group
         own = slice(rank * self.local, (rank + 1) * self.local)
         self.gate, w1, w2, side = draw(H, E), draw(E, H, 2 * I), draw(E, I, H), draw(H, H)
-        self.w1, self.w2 = nn.Parameter(w1[own].clone()), nn.Parameter(w2[own].clone())
+        copies = torch.arange(self.experts)[own] % E
+        self.w1, self.w2 = nn.Parameter(w1[copies]), nn.Parameter(w2[copies])
+        self.register_buffer("homes", torch.arange(2 * E).view(2, E).t().clone() if replicas else None)
         self.side = side if shared else None
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         weights, ids = functional.softmax(x @ self.gate, -1).topk(self.k, -1)
-        return weights / weights.sum(-1, keepdim=True), ids
+        return weights / weights.sum(-1, keepdim=True), self.place(ids)
+
+    def place(self, ids: Tensor) -> Tensor:
+        """Where the experts are that the router chose."""
+        if self.homes is None:
+            return ids
+        turn = torch.arange(ids.shape[0], device=ids.device) % 2
+        return self.homes[ids, turn.unsqueeze(1)]
 
     def gathered(self, rows: Tensor, ids: Tensor) -> Tensor:
         """Each row through the matrix of its (local) expert."""
@@ -114,13 +135,13 @@ class ByBlocks(Block):
     def routed(self, x: Tensor) -> Tensor:
         weights, ids = self.route(x)
         flat = ids.view(-1)
-        counts = torch.histc(flat.float(), bins=E, min=0, max=E).long()
+        counts = torch.histc(flat.float(), bins=self.experts, min=0, max=self.experts).long()
         order = torch.argsort(flat, stable=True)
         here = self.exchange(counts, None, None)
         sent = counts.view(self.world, -1).sum(1).tolist()
         received = here.view(self.world, -1).sum(1).tolist()
         rows = self.exchange(x[order // self.k], received, sent)
-        number = torch.arange(E, device=x.device) % self.local
+        number = torch.arange(self.experts, device=x.device) % self.local
         by = torch.argsort(torch.repeat_interleave(number, here), stable=True)
         offsets = torch.cumsum(here.view(self.world, -1).sum(0), 0, dtype=torch.int32)
         results = self.grouped(rows[by], offsets)
@@ -130,13 +151,13 @@ class ByBlocks(Block):
 
 
 class ByRuns(ByBlocks):
-    """Counts by adding ones; rows move to the order of the experts by where each of their runs begins, without a sort."""
+    """Counts by adding ones; rows get to the order of the experts by where each of their runs begins."""
 
     def places(self, here: Tensor) -> Tensor:
         """[R]: for each row in the order of this rank's experts, where it came. here: counts [W * E/W], by rank."""
         begins = (here.cumsum(0) - here).view(self.world, -1).t().reshape(-1)
         lengths = here.view(self.world, -1).t().reshape(-1)
-        run = torch.arange(E, device=here.device).repeat_interleave(lengths)
+        run = torch.arange(self.experts, device=here.device).repeat_interleave(lengths)
         return (
             begins[run] + torch.arange(run.shape[0], device=here.device) - (lengths.cumsum(0) - lengths)[run]
         )
@@ -144,7 +165,7 @@ class ByRuns(ByBlocks):
     def routed(self, x: Tensor) -> Tensor:
         weights, ids = self.route(x)
         flat = ids.view(-1)
-        counts = torch.zeros(E, dtype=torch.long).scatter_add(0, flat, torch.ones_like(flat))
+        counts = torch.zeros(self.experts, dtype=torch.long).scatter_add(0, flat, torch.ones_like(flat))
         order = torch.argsort(flat, stable=True)
         here = self.exchange(counts, None, None)
         both = torch.stack([counts.view(self.world, -1).sum(1), here.view(self.world, -1).sum(1)])

@@ -1,4 +1,4 @@
-"""transformers' exchange of rows as a straight line: in place for one call, and only where its branch is the known one."""
+"""transformers' exchange of rows as a straight line: for one call, and only where its branch is the known one."""
 
 import ast
 from typing import Any
@@ -61,7 +61,7 @@ def test_with_gradients_and_without_a_trace_it_is_the_original() -> None:
 
     class Known:
         def __call__(self, rows: torch.Tensor) -> str:
-            if rows.shape[0] == 0:
+            if rows.shape[0] == 0:  # noqa: SIM108
                 result = "none"[:0]
             else:
                 result = "some"

@@ -73,6 +73,14 @@ def test_edges_of_sizes(form, world, k, count) -> None:
     assert (spec.num_experts, spec.ep_world_size, spec.top_k) == (E, world, k)
 
 
+@pytest.mark.parametrize("form", [ByExpert, ByRuns])
+def test_ids_may_come_from_a_table_of_places(form) -> None:
+    """There are more places than experts that a router chooses from; nothing is known of what the table holds."""
+    with fake_ep_group(2, 1):
+        site = site_of(form(1, 2, replicas=True), tokens(7, 1))
+    assert (site.spec.num_experts, site.spec.ep_world_size, site.spec.ids_checked) == (2 * E, 2, False)
+
+
 # --- what must not be believed ---------------------------------------------------------------------------
 
 
@@ -259,6 +267,35 @@ WRONG: dict[type[Block], str] = {
     OtherRun: "not in the order of a sort by expert",
     TwosAdded: "isn't proved to be what each rank said it sends",
 }
+
+
+class Truncated(Changed):
+    """-1 is the rank 0's as well."""
+
+    def owner(self, experts: Tensor) -> Tensor:
+        return torch.div(experts, self.local, rounding_mode="trunc")
+
+
+class Wrapped(Changed):
+    """Places beyond the last are the first again."""
+
+    def owner(self, experts: Tensor) -> Tensor:
+        return experts % self.experts // self.local
+
+
+class LastBin(ByBlocks):
+    """The place behind the last is counted as the last."""
+
+
+@pytest.mark.parametrize(
+    ("form", "why"), [(Truncated, "count"), (Wrapped, "count"), (LastBin, "counts an id 8 as one of 7")]
+)
+def test_places_that_there_are_not_must_not_be_taken_for_others(form, why) -> None:
+    """The node leaves such slots out: right only where the model would have failed on them."""
+    with fake_ep_group(2, 1):
+        result = lifted(form(1, 2, replicas=True), tokens(7, 1))
+    assert not [site for site in result.sites if site.layer.ranks is not None]
+    assert why in "\n".join(map(explain, result.losses.values()))
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,6 @@ def histc(ids: Tensor, bins: int = E, low: float = 0, high: float = E - 1) -> Te
 
 COUNTS: dict[str, Callable[[Tensor], Tensor]] = {
     "histc up to the last id": histc,
-    "histc up to the number of experts": lambda ids: histc(ids, high=E),
     "histc of sorted ids": lambda ids: histc(ids.view(-1).sort()[0]),
     "histc of int32": lambda ids: torch.histc(ids.int().float(), bins=E, min=0, max=E - 1),
     "bincount": lambda ids: torch.bincount(ids.view(-1), minlength=E),
@@ -44,6 +43,17 @@ COUNTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", COUNTS)
 def test_counts_of_the_ids(name: str) -> None:
     assert study(COUNTS[name], IDS).meaning == COUNTED
+
+
+def test_a_histogram_whose_last_bin_holds_one_more() -> None:
+    """Up to E included, the id E is counted as E - 1: right for ids of which none is E."""
+    assert study(lambda x: histc(x.topk(K)[1], high=E), LOGITS).meaning == "count(getitem_1[t k] == e) over e"
+    halves = study(lambda x: histc(x.topk(K)[1].view(-1) // 2, E // 2, 0, E // 2), LOGITS)
+    assert halves.meaning.startswith("count(floor_divide")
+    for ids in (lambda x: x.topk(K)[1] + 1, lambda x: x[:, :K].long()):
+        result = study(lambda x, ids=ids: histc(ids(x), high=E), LOGITS)
+        assert result.meaning == "?"
+        assert f"counts an id {E} as one of {E - 1}" in result.why
 
 
 def test_counts_of_chosen_experts() -> None:
