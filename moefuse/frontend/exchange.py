@@ -60,7 +60,7 @@ class Exchanges:
     def _change(self) -> None:
         for exchange in self._found:
             kind = type(exchange)
-            if (straight := _straightened(kind)) is not None:
+            if (straight := _straightened(kind)) is not None:  # type: ignore[arg-type]  # types are hashable
                 exchange.__class__ = straight
                 self._changed.append((exchange, kind))
 
