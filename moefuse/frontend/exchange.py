@@ -2,7 +2,8 @@
 
 In: a model. Out: `Exchanges`, a context manager for a call: while Dynamo traces without gradients, the experts run on
 the rows that came, however many, where transformers' own code runs them on one row of zeros if there are none, and
-takes no row of what they give. To row-wise experts of plain torch operators that is the same; a branch breaks the graph.
+takes no row of what they give. To row-wise experts of plain torch operators that is the same; a branch breaks the
+graph.
 """
 
 import ast
