@@ -7,13 +7,16 @@ on the way through the graph: what lies between the token rows and the sum is op
 
 from collections.abc import Collection
 
+import torch
 from torch.fx import Node
 
-from moefuse.patterns.facts import Conflict, Const, Leaf, group_axes
+from moefuse.graph import sizes
+from moefuse.patterns.facts import Axis, Conflict, Const, Dims, Leaf, group_axes
 from moefuse.patterns.layer import describe
 from moefuse.patterns.pointwise import walk
-from moefuse.patterns.rules import READS_NO_ELEMENT, Lifting, op_name
+from moefuse.patterns.rules import READS_NO_ELEMENT, Lifting, op_name, value
 from moefuse.patterns.site import Site, Strange
+from moefuse.patterns.structure import regroup
 
 CARRIES = frozenset(
     f"aten::{name}"
@@ -29,7 +32,7 @@ CARRIES = frozenset(
             "alias",
             "clone",
         ),
-        *("_to_copy", "mul", "div"),
+        *("slice", "select", "expand", "_to_copy", "mul", "div"),
     )
 )
 """What may happen to a layer's output before a shared expert's is added: the sum itself stays where it is."""
@@ -102,9 +105,21 @@ def _expert(lift: Lifting, root: Node, between: Collection[Node]) -> Site:
 
     A factor with one value per token stays closed: how it is made is no part of the FFN.
     """
-    fact = lift.fact(root)
-    if not isinstance(fact.expr, Leaf):
-        raise Conflict(f"what is added has another meaning: a {type(fact.expr).__name__.lower()}")
-    tokens = {axis for group in fact.dims[:-1] for axis in group_axes(group)}
-    body = lift.expand(fact.expr, lambda leaf: leaf.node in between and not leaf.axes <= tokens)
-    return Site(root, fact.dims, describe(lift, body, (), fact.dims, Const(0.0)))
+    dims = _dims(root, between)
+    tokens = {axis for group in dims[:-1] for axis in group_axes(group)}
+    body = lift.expand(Leaf(root, dims), lambda leaf: leaf.node in between and not leaf.axes <= tokens)
+    return Site(root, dims, describe(lift, body, (), dims, Const(0.0)))
+
+
+def _dims(root: Node, between: Collection[Node]) -> Dims:
+    """Axes of `root`, for the tokens as many as any node on the way has: opening leaves doesn't split an axis."""
+    shape = value(root).shape
+    if len(shape) < 2:
+        raise Conflict("what is added doesn't have one row per token")
+    tokens, most = sizes.product(shape[:-1]), shape[:-1]
+    for node in between:
+        other = value(node).shape[:-1] if isinstance(value(node), torch.Tensor) else ()
+        if len(other) > len(most) and sizes.same(sizes.product(other), tokens):
+            most = other
+    axes = tuple(() if sizes.is_one(size) else (Axis(size),) for size in (*most, shape[-1]))
+    return regroup(axes, shape)[0]

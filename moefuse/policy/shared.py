@@ -15,8 +15,8 @@ from moefuse.policy.check import Check
 TARGETS = ("cpu", "reference")
 """Targets to which one expert for all tokens is a layer like any other."""
 MOST_TOKENS = 64
-"""In bfloat16 the inner compiler's dense products are faster from about 120 tokens on, measured with AVX-512: at 64 they
-take 1.2 times as long, at one token twice as long. In float32 and float16 they were never faster."""
+"""In bfloat16 the inner compiler's dense products are faster from about 120 tokens on, measured with AVX-512. At 64
+they take 1.2 times as long, at one token twice as long; in float32 and float16 they were never faster."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from moefuse.testing import program_loops
 from moefuse.testing.program_loops import Linear
+from moefuse.testing.program_shared import SharedExpert
 
 if TYPE_CHECKING:
     from moefuse.testing.programs import Program
@@ -47,6 +48,7 @@ class ProgramModule(torch.nn.Module):
         self.b3 = parameter(size.experts, rows) if program.bias and program.gate_up == "separate" else None
         self.b2 = parameter(size.experts, size.hidden) if program.bias else None
         self.norm_scale = parameter(size.hidden) if program.norm != "none" else None
+        self.shared = SharedExpert(program, parameter) if program.shared != "none" else None
         self._noise = random.Random()
 
     def forward(
@@ -65,7 +67,11 @@ class ProgramModule(torch.nn.Module):
         if p.weight_dtype == "native":
             factor = None if factor is None else factor.to(p.dtype)
         y, interior = self._body(flat, ids, factor)
-        out: tuple[Tensor, ...] = (self._no_op(y).to(x.dtype).view(x.shape),)
+        y = self._no_op(y).to(x.dtype)
+        if self.shared is not None:
+            added = self._no_op(self.shared(flat, self._hidden))
+            y = added + y if p.shared == "first" else y + added
+        out: tuple[Tensor, ...] = (y.view(x.shape),)
         if p.extra_users:
             counts = functional.one_hot(ids.long(), p.sizes.experts).sum((0, 1))
             out = (*out, logits, counts, ids * 2)
@@ -272,18 +278,19 @@ class ProgramModule(torch.nn.Module):
         if factor is not None and p.position == "input":
             rows = (rows * factor.unsqueeze(-1)).to(p.dtype)
         first = linear(rows, self.w1, self.b1)
-        if self.w3 is not None:
-            hidden = self._gated(first, linear(rows, self.w3, self.b3))
-        elif p.gated:
-            hidden = self._gated(*self._halve(first))
-        else:
-            hidden = self._plain(first)
+        hidden = self._hidden(first, None if self.w3 is None else linear(rows, self.w3, self.b3))
         if factor is not None and p.position == "mid":
             hidden = (hidden * factor.unsqueeze(-1)).to(p.dtype)
         out = self._normed(linear(hidden, self.w2, self.b2))
         if factor is not None and p.position == "output":
             out = (out * factor.unsqueeze(-1)).to(p.dtype)
         return self._no_op(out)
+
+    def _hidden(self, first: Tensor, up: Tensor | None) -> Tensor:
+        """The activation of the first GEMM's rows; up: those of a second one."""
+        if up is not None:
+            return self._gated(first, up)
+        return self._gated(*self._halve(first)) if self.program.gated else self._plain(first)
 
     def _normed(self, rows: Tensor) -> Tensor:
         """Each row [..., H] under the program's norm."""

@@ -81,6 +81,8 @@ COMBINES: dict[str, tuple[str, ...]] = {
     "map_pieces": ("index_add", "scatter_add", "put_accumulate"),
 }
 FACTORS = ("weight", "weight_constant", "weight_scale", "weight_scale_constant", "none")
+SHARED = ("none", "none", "first", "last", "weighted")
+"""Where a shared expert is added: before the layer's output or after it; weighted by a sigmoid, or not."""
 NORMS = ("none", "none", "none", "rms", "scaled_rms")
 TRAPS = (
     *("mean", "amax", "partial", "twice", "residual_base", "escape", "wrong_token"),
@@ -116,6 +118,7 @@ class Program:
     trap: str
     seed: int
     norm: str = "none"
+    shared: str = "none"
 
     @property
     def gated(self) -> bool:
@@ -207,6 +210,7 @@ def draw_program(choose: Choose, *, traps: bool = False) -> Program:
         trap=choose([t for t in TRAPS if _trap_fits(t, dispatch, combine)]) if traps else "",
         seed=choose(range(1000)),
         norm=choose(NORMS),
+        shared=choose(SHARED),
     )
 
 
