@@ -48,7 +48,10 @@ def bench(
     ] = 2.0,
     memory: Annotated[
         float | None,
-        typer.Option("--memory", help="GiB for the weights of one layer [a third of what is free]"),
+        typer.Option(
+            "--memory",
+            help="GiB for one layer's weights [what leaves room for all copies]",
+        ),
     ] = None,
     model: Annotated[
         bool, typer.Option("--model", help="a Qwen3-MoE model instead: tokens per second")
@@ -93,15 +96,16 @@ def bench(
             )
             _measure_models(wanted_model, json_file)
             return
+        chosen = _contestants(only, CONTESTANTS)
         wanted = Wanted(
             shapes=words("--shapes", shapes, tuple(SHAPES)) if shapes else _QUICK_SHAPES if quick else PUBLIC,
             dtypes=kinds,
             routings=words("--routings", routings, ROUTINGS),
             threads=counts,
             tokens=_QUICK_TOKENS if quick else _numbers("--tokens", tokens),
-            contestants=_contestants(only, CONTESTANTS),
+            contestants=chosen,
             seconds=seconds,
-            memory=available_bytes() // 3 if memory is None else int(memory * 2**30),
+            memory=_share(chosen) if memory is None else int(memory * 2**30),
             cpu_time=cpu_time,
         )
         _measure_layers(wanted, json_file, plot)
@@ -168,6 +172,11 @@ def _contestants(only: str | None, known: Mapping[str, Any]) -> tuple[str, ...]:
     able = [name for name, one in known.items() if not (isinstance(one, Contestant) and one.absent())]
     chosen = words("--only", only, able) if only else tuple(able)
     return tuple(name for name in able if name in chosen or name == OURS)
+
+
+def _share(contestants: Sequence[str]) -> int:
+    """Bytes that one layer's weights may have, so that the copies that contestants make of them find room too."""
+    return available_bytes() // (3 + sum(CONTESTANTS[name].copies for name in contestants))
 
 
 def _check_files(json_file: Path | None, plot: Path | None) -> None:

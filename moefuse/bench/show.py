@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +85,26 @@ def notes(rows: Sequence[Row], absent: Mapping[str, str]) -> list[str]:
     found = [f"{name}: {why}" for name, why in absent.items()]
     for row in rows:
         found += [
+            f"{row.shape}, {row.dtype}: {name} keeps {entry.setup_bytes / 2**20:.0f} MiB for its own form of "
+            f"{row.experts} experts' weights"
+            for name, entry in row.entries.items()
+            if entry.setup_bytes
+        ]
+        found += [
             f"{row.shape}, {row.tokens} tokens, {name}: {entry.reason}"
             for name, entry in row.entries.items()
             if entry.reason
         ]
+    for settings, own in _by(rows, lambda row: f"{row.shape}, {row.dtype}").items():
+        errors = {
+            name: max(
+                entry.error for row in own if (entry := row.entries.get(name)) and entry.error is not None
+            )
+            for name in own[0].entries
+            if any(name in row.entries and row.entries[name].error is not None for row in own)
+        }
+        said = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
+        found.append(f"{settings}, largest error to float64: {said}")
     if rows:
         reads, peaks = [row.read / 1e9 for row in rows], [row.peak / 1e9 for row in rows]
         workspace = max(row.workspace_bytes for row in rows)
@@ -101,6 +117,14 @@ def notes(rows: Sequence[Row], absent: Mapping[str, str]) -> list[str]:
             f"call of moefuse adds; at most {workspace / 2**20:.0f} MiB of it are kept for the next call"
         )
     return list(dict.fromkeys(found))
+
+
+def _by(rows: Sequence[Row], key: Callable[[Row], str]) -> dict[str, list[Row]]:
+    """Rows in groups, in the order of their first ones."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
 
 
 def model_table(rows: Sequence[ModelRow]) -> Table:
@@ -152,9 +176,7 @@ def check_plot(path: Path) -> None:
 
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Draw the curves. Raises ImportError without matplotlib, ValueError for an unknown kind of file."""
-    panels: dict[str, list[Row]] = {}
-    for row in rows:
-        panels.setdefault(heading(row), []).append(row)
+    panels = _by(rows, heading)
     columns = min(3, max(1, len(panels)))
     lines = math.ceil(len(panels) / columns) or 1
     figure = _figure((4.2 * columns, 3.2 * lines))
