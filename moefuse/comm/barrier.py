@@ -16,6 +16,8 @@ _SPINS = 200
 _YIELDS_SECONDS = 0.002
 _LONGEST_SLEEP = 0.001
 _LOOK_EVERY = 0.01
+_BLAME_SECONDS = 0.2
+_ENDED = "its process ended, or closed its context"
 
 
 def poll(done: Callable[[], bool], look: Callable[[], None]) -> None:
@@ -63,18 +65,31 @@ class Barrier:
 
     def look(self, late: int, deadline: float) -> None:
         """Raise PeerError where a rank that isn't here never will be, or where it is too late for rank `late`."""
-        for window in self.windows:
-            if (poisoned := window.poisoned()) is not None:
-                raise self.failure(*poisoned)
+        self._look_for_word()
         for peer, window in enumerate(self.windows):
             # asked again: it may have arrived, and then ended, since
             if not self._arrived(peer) and not window.alive() and not self._arrived(peer):
-                raise self.failure(peer, "its process ended, or closed its context")
+                raise self.failure(peer, _ENDED)
         if self._asked is not None and (asking := self._asked.by()) is not None and not self._arrived(asking):
             self._asked.refuse()
             raise self.failure(asking, Asked.WHY)
         if time.monotonic() > deadline:
             raise self.failure(late, f"it didn't reach the barrier within {self.timeout:g} s")
+
+    def blame(self) -> None:
+        """Raise PeerError naming the rank at fault, where a rank failed elsewhere than at a barrier and it is known."""
+        end = time.monotonic() + _BLAME_SECONDS  # a process that ends closes one thing after another
+        while time.monotonic() < end:
+            self._look_for_word()
+            for peer, window in enumerate(self.windows):
+                if not window.alive():
+                    raise self.failure(peer, _ENDED)
+            time.sleep(_LONGEST_SLEEP)
+
+    def _look_for_word(self) -> None:
+        for window in self.windows:
+            if (poisoned := window.poisoned()) is not None:
+                raise self.failure(*poisoned)
 
     def failure(self, culprit: int, reason: str) -> PeerError:
         """Pass the news on, and the error to raise."""

@@ -156,6 +156,9 @@ class Collectives:
             text = " ".join(f"{type(error).__name__}: {error}".split())
             self._store.set(self._poison_key, f"{self.rank} {text}")
 
+    def blame(self) -> None:
+        """Nobody: what there is to say was said."""
+
     def record(self, timeline: Timeline | None) -> None:
         """Raises ContextError: the group's backend does the work."""
         if timeline is not None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from moefuse.comm import window as windows
 from moefuse.comm.capacity import Capacity
 from moefuse.comm.collectives import Collectives
-from moefuse.comm.errors import CapacityError, ContextError, ContextInUseError
+from moefuse.comm.errors import CapacityError, ContextError, ContextInUseError, PeerError
 from moefuse.comm.plans import Asked
 from moefuse.comm.rendezvous import TIMEOUT, Meeting, Store, agree
 from moefuse.comm.routing import Call, Traffic
@@ -45,6 +45,10 @@ class Transport(Protocol):
 
     def poison(self, error: BaseException) -> None:
         """Tell the others that this rank can't go on."""
+        ...
+
+    def blame(self) -> None:
+        """Raise PeerError where it is known which rank is at fault."""
         ...
 
     def record(self, timeline: Timeline | None) -> None:
@@ -124,7 +128,12 @@ class CommContext:
         """
         self._check(call)
         with self._using():
-            return self._collectives.backward(call, grad_y, needs)
+            try:
+                return self._collectives.backward(call, grad_y, needs)
+            except PeerError as error:
+                if error.rank < 0:
+                    self._transport.blame()
+                raise
 
     @contextmanager
     def _using(self) -> Iterator[None]:

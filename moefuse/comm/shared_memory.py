@@ -118,6 +118,10 @@ class SharedMemory:
             text = " ".join(f"{type(error).__name__}: {error}".split())
             self._windows[self.rank].poison(self.rank, text)
 
+    def blame(self) -> None:
+        """Raise PeerError naming the rank at fault for what the group's collectives didn't explain."""
+        self._barrier.blame()
+
     def record(self, timeline: Timeline | None) -> None:
         """The C++ step keeps its times there; None: it keeps none."""
         self._native.timeline = timeline

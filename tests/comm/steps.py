@@ -94,19 +94,22 @@ def random_steps(rank: int, world: int, steps: int) -> Grown:
 
 
 def steps_until_failure(
-    rank: int, world: int, victim: int, after: float, transport: str
+    rank: int, world: int, victim: int, after: float, transport: str, backward: bool = False
 ) -> tuple[int, float, str]:
-    """The rank named by the error, how long the failing step took, and the message."""
+    """The rank named by the error, how long the failing step took, and the message. backward: a step trains."""
     layer = spread(1, top_k=2)
     context = context_for(None, layer.capacity(world, 64), transport=transport, timeout=TIMEOUT)
-    tokens = layer.tokens(rank, 40)
+    x, *routing = layer.tokens(rank, 40)
+    tokens = (x.requires_grad_(backward), *routing)
     dist.barrier()
     if rank == victim:
         threading.Timer(after, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
     while True:
         start = time.monotonic()
         try:
-            layer.together(context.tensor, rank, world, tokens, "cpu")
+            y, _ = layer.together(context.tensor, rank, world, tokens, "cpu")
+            if backward:
+                y.sum().backward()
         except PeerError as error:
             seconds = time.monotonic() - start
             with pytest.raises(ContextError, match=r"it failed before: (a )?rank"):

@@ -29,6 +29,16 @@ def test_a_killed_rank_is_named_in_time_and_leaves_nothing(world, after) -> None
             assert seconds < TIMEOUT  # the kernel's word is faster than the timeout
 
 
+@pytest.mark.parametrize(("world", "after"), [(2, 0.0113), (4, 0.0391)])
+def test_a_rank_that_is_killed_while_it_trains_is_named(world, after) -> None:
+    """The group's collectives fail first; the windows know whose process ended."""
+    outcomes = run_ranks(world, steps_until_failure, 1, after, "shared memory", True)
+    assert outcomes[1].exit_code == -signal.SIGKILL
+    for named, seconds, said in [outcome.value for rank, outcome in enumerate(outcomes) if rank != 1]:
+        assert named == 1, said
+        assert seconds < TIMEOUT + SLACK
+
+
 def test_a_killed_rank_of_a_group_without_shared_memory() -> None:
     survivor, victim = run_ranks(2, steps_until_failure, 1, 0.05, "collectives")
     assert victim.exit_code == -signal.SIGKILL
