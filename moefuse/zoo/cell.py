@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo import config as dynamo_config
 from torch._dynamo.utils import counters
 from torch.utils import _pytree as pytree
 
@@ -46,7 +47,7 @@ RATIO = 1.5
 COARSE = 0.05
 """What is more than this is no rounding of any precision."""
 
-NO_GENERATION = "the model doesn't generate"
+NO_GENERATION = "the model doesn't generate token by token"
 
 
 @dataclass
@@ -332,13 +333,19 @@ def _generate(cell: Cell, case: Case) -> None:
             "use_cache": True,
         }
         given = {name: value for name, value in kwargs.items() if name in ("input_ids",)}
-        want = model.generate(**given, **options)
+        want = _tokens(model.generate(**given, **options))
+    if (
+        want.shape[-1] != kwargs["input_ids"].shape[-1] + GENERATED
+    ):  # it denoises blocks, which any rounding turns
+        cell.reason = NO_GENERATION
+        return
     cell.layers = len(ran)
     first = JOURNAL.next_index()
     counters.clear()
     model.forward = torch.compile(model.forward, backend="moefuse", options={"inner": cell.inner})
-    with _kernel_calls() as fused:
-        got = model.generate(**given, **options)
+    # A cache that grows by one row per step is another graph at each.
+    with _kernel_calls() as fused, dynamo_config.patch(recompile_limit=2 * GENERATED):
+        got = _tokens(model.generate(**given, **options))
     cell.graphs = counters["stats"]["unique_graphs"]
     cell.breaks = sum(counters["graph_break"].values())
     _read(cell, case, [graph for graph in _graphs() if graph.index > first], 0)
@@ -354,6 +361,12 @@ def _generate(cell: Cell, case: Case) -> None:
                 :400
             ]
         )
+
+
+def _tokens(generated: Any) -> torch.Tensor:
+    """The ids, which some models hand out with more."""
+    found: torch.Tensor = getattr(generated, "sequences", generated)
+    return found
 
 
 GENERATING = (GROUPED, "batched_mm")
