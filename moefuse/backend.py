@@ -24,6 +24,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from moefuse.frontend.lifter import hooked, refusals
 from moefuse.graph.capture import CaptureError, capture, is_control_flow
+from moefuse.graph.desugar import Desugared, desugared
 from moefuse.graph.local import read_locally
 from moefuse.inner import choose, compile_inner
 from moefuse.ops import loop_markers
@@ -187,8 +188,9 @@ def compile_graph(
     if not worth_a_look(gm):
         return plain(GraphReport(index, (), nodes, nodes, note="no routing operation in this graph"))
     try:
+        local = _local_form(gm, example_inputs, options)
         result, seconds, watched = _fuse(
-            gm, example_inputs, options, index, record or bool(options.dump), contact
+            local.gm, local.inputs, options, index, record or bool(options.dump), contact
         )
     except Exception as error:
         final = isinstance(error, RejectedError | UnprovedError | AgreementError)
@@ -212,8 +214,8 @@ def compile_graph(
     if not result.calls:
         return plain(report)
     try:
-        run = _compile_fused(result.graph_module, example_inputs, options, inner_options, gm)
-        run = reduce(lambda run, wrap: wrap(run), watched, run)
+        run = _compile_fused(result.graph_module, local.inputs, options, inner_options, local.gm)
+        run = local.taking_the_whole(reduce(lambda run, wrap: wrap(run), watched, run))
     except Exception as error:
         # where there are contexts, the other ranks count on this one
         if is_control_flow(error) or options.mode == "on" or result.contexts:
@@ -221,6 +223,13 @@ def compile_graph(
         log.warning("the inner compiler failed on the fused graph; compiling it unfused", exc_info=True)
         return plain(_failed(index, nodes, error))
     return Compiled(run, report, result.checker)
+
+
+def _local_form(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Desugared:
+    local = desugared(gm, example_inputs)
+    if local.wrap is not None and options.verify:
+        raise CaptureError("verify=True compares graphs of plain tensors, this one has DTensors")
+    return local
 
 
 def _compile_fused(

@@ -76,6 +76,41 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
         return _Capture(gm, placeholders, example_inputs).run()
 
 
+def fake_mode_of(placeholders: Sequence[fx.Node], inputs: Sequence[Any]) -> FakeTensorMode:
+    """The mode in which a graph's inputs are fake already, or in which Dynamo traces; otherwise a new one."""
+    for value in inputs:
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+    context = TracingContext.try_get()
+    if context is not None and context.fake_mode is not None:
+        return context.fake_mode
+    values = [node.meta.get("example_value", node.meta.get("val")) for node in placeholders]
+    mode = detect_fake_mode(values)
+    if mode is not None:
+        return mode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(shape_env=ShapeEnv())
+
+
+def fake_of(mode: FakeTensorMode, node: fx.Node, value: Any) -> Any:
+    """The fake of one input, as AOTAutograd will make it: a later trace then reuses it."""
+    recorded = node.meta.get("example_value", node.meta.get("val"))
+    if not isinstance(value, torch.Tensor):
+        return recorded if isinstance(recorded, (torch.SymInt, torch.SymFloat)) else value
+    if isinstance(value, FakeTensor) and value.fake_mode is mode:
+        return value
+    if isinstance(recorded, FakeTensor) and recorded.fake_mode is mode:
+        return recorded
+    context = TracingContext.try_get()
+    known: Any = None
+    if context is not None:
+        known = context.tensor_to_context.get(value)
+    if known is None:
+        return mode.from_tensor(value, static_shapes=True)
+    return mode.from_tensor(value, symbolic_context=known, source=known.tensor_source, trace=False)
+
+
 @dataclass
 class _Attributes:
     """Tensors that live on the graph module: `names[i]` holds `tensors[i]`."""
@@ -109,13 +144,13 @@ class _Capture:
         self.placeholders = placeholders
         self.inputs = inputs
         self.attributes = _Attributes.of(gm)
-        self.mode = self._fake_mode()
+        self.mode = fake_mode_of(placeholders, inputs)
         self.training = False
 
     def run(self) -> Captured:
         for node, value in zip(self.placeholders, self.inputs, strict=True):
             _check_input(node, value)
-        fakes = [self._fake(n, x) for n, x in zip(self.placeholders, self.inputs, strict=True)]
+        fakes = [fake_of(self.mode, n, x) for n, x in zip(self.placeholders, self.inputs, strict=True)]
         unique = {id(t): t for t in self.attributes.tensors}  # tied weights are one input
         fakes += [self.mode.from_tensor(t, static_shapes=True) for t in unique.values()]
         self.training = torch.is_grad_enabled() and any(
@@ -123,40 +158,6 @@ class _Capture:
         )
         traced = self._trace(fakes, list(unique))
         return self._finish(traced, list(unique.values()))
-
-    # -- inputs
-
-    def _fake_mode(self) -> FakeTensorMode:
-        for value in self.inputs:
-            if isinstance(value, FakeTensor):
-                return value.fake_mode
-        context = TracingContext.try_get()
-        if context is not None and context.fake_mode is not None:
-            return context.fake_mode
-        values = [n.meta.get("example_value", n.meta.get("val")) for n in self.placeholders]
-        mode = detect_fake_mode(values)
-        if mode is not None:
-            return mode
-        from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-        return FakeTensorMode(shape_env=ShapeEnv())
-
-    def _fake(self, node: fx.Node, value: Any) -> Any:
-        """The fake of one input, as AOTAutograd will make it: a later trace then reuses it."""
-        recorded = node.meta.get("example_value", node.meta.get("val"))
-        if not isinstance(value, torch.Tensor):
-            return recorded if isinstance(recorded, (torch.SymInt, torch.SymFloat)) else value
-        if isinstance(value, FakeTensor) and value.fake_mode is self.mode:
-            return value
-        if isinstance(recorded, FakeTensor) and recorded.fake_mode is self.mode:
-            return recorded
-        context = TracingContext.try_get()
-        known: Any = None
-        if context is not None:
-            known = context.tensor_to_context.get(value)
-        if known is None:
-            return self.mode.from_tensor(value, static_shapes=True)
-        return self.mode.from_tensor(value, symbolic_context=known, source=known.tensor_source, trace=False)
 
     # -- trace
 

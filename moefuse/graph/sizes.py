@@ -63,10 +63,17 @@ def quotient(a: Size, b: Size) -> Size | None:
         return 1
     if expr(b) == 0:
         return None
-    # Products of symbols and numbers cancel by themselves; anything deeper isn't worth sympy's time.
-    ratio = expr(a) / expr(b)
+    # Products of symbols and numbers cancel by themselves, sums where they are multiples of each other; anything deeper
+    # isn't worth sympy's time.
+    ratio = _ratio(expr(a), expr(b))
     if not ratio.is_integer:
         return None
     if ratio.is_Integer:
         return int(ratio) if ratio > 0 else None
     return a // b
+
+
+@functools.lru_cache(maxsize=4096)
+def _ratio(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr:
+    (factor, left), (divisor, right) = sympy.expand(a).primitive(), sympy.expand(b).primitive()
+    return factor / divisor if left == right else a / b

@@ -64,7 +64,7 @@ def _emit(emitter: Emitter, site: Site, target: str, context: str) -> tuple[Node
         if site.base is not None:
             result = emitter.call(aten.add.Tensor, site.base, result)
     except (ValueError, TypeError, RuntimeError) as error:  # what the operators' own checks refuse
-        raise Conflict(f"the operator refuses the layer: {error}") from None
+        raise Conflict(f"the operator refuses the layer: {str(error).strip().splitlines()[0]}") from None
     if value(result).dtype != value(site.node).dtype or value(result).dim() != value(site.node).dim():
         raise Conflict(f"the fused output is {value(result).dtype} {tuple(value(result).shape)}")
     return call, _as_strided(emitter, site, result)

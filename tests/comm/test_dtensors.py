@@ -1,0 +1,140 @@
+"""Models spread over ranks by DTensor: experts as hooks of a ParallelStyle, weights and rows moved in the graph."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
+
+import moefuse
+from moefuse.testing.programs import Sizes
+from tests.comm.ranks import run_ranks, values
+from tests.support import qwen3_block
+
+WORLD, H, I, E, K = 2, 16, 8, 4, 2  # noqa: E741
+
+
+class Experts(nn.Module):
+    """Three grouped GEMMs over rows in the order of the experts."""
+
+    def __init__(self, w1: Tensor, w2: Tensor, w3: Tensor) -> None:
+        super().__init__()
+        self.w1, self.w2, self.w3 = map(nn.Parameter, (w1, w2, w3))
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor
+
+        own = [w.to_local() if isinstance(w, DTensor) else w for w in (self.w1, self.w2, self.w3)]
+        w1, w2, w3 = (w.bfloat16().transpose(-2, -1) for w in own)
+        rows, offsets = rows.bfloat16(), torch.cumsum(counts, 0, dtype=torch.int32)
+        gate, up = (torch._grouped_mm(rows, w, offs=offsets) for w in (w1, w3))
+        return torch._grouped_mm(F.silu(gate) * up, w2, offs=offsets).float()
+
+
+class Block(nn.Module):
+    """A router, whose weights may lie in pieces on all ranks, and experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        gate, *rest = (
+            torch.randn(*shape, generator=generator) * shape[-1] ** -0.5
+            for shape in ((E, H), (E, I, H), (E, H, I), (E, I, H))
+        )
+        self.gate = nn.Parameter(gate)
+        self.experts = Experts(*rest)
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor
+
+        gate = self.gate.full_tensor() if isinstance(self.gate, DTensor) else self.gate
+        weights, ids = F.softmax(F.linear(x, gate), -1).topk(K, -1)
+        order = torch.argsort(ids.view(-1), stable=True)
+        counts = torch.histc(ids.view(-1).float(), E, 0, E).long()
+        rows = self.experts(x[order // K], counts) * weights.view(-1)[order].unsqueeze(1)
+        return torch.zeros_like(x).scatter_add(0, (order // K).unsqueeze(1).expand(-1, H), rows)
+
+
+class ExpertParallel:
+    """Sends the rows of a module's first input to the ranks of their experts, and what it gives back."""
+
+    def dispatch(self, module: nn.Module, inputs: tuple[Tensor, Tensor], mesh: Any) -> tuple[Tensor, Tensor]:
+        rows, counts = inputs
+        world, group = mesh.size(), mesh.get_group()
+        with torch.no_grad():
+            here = torch.ops._c10d_functional.wait_tensor(all_to_all_single(counts, None, None, group))
+            self.sent = counts.view(world, -1).sum(1).to("cpu", non_blocking=True).tolist()
+            self.received = here.view(world, -1).sum(1).to("cpu").tolist()
+        rows = all_to_all_single_autograd(rows, self.received, self.sent, group)
+        lengths = here.view(world, -1).t().reshape(-1)
+        begins = (here.cumsum(0) - here).view(world, -1).t().reshape(-1)
+        run = torch.arange(lengths.shape[0]).repeat_interleave(lengths, output_size=rows.shape[0])
+        self.places = begins[run] + torch.arange(run.shape[0]) - (lengths.cumsum(0) - lengths)[run]
+        self.shape = rows.shape
+        return rows[self.places, :], here.view(world, -1).sum(0)
+
+    def shard(self, name: str, module: nn.Module, mesh: Any) -> None:
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        for own, parameter in module.named_parameters(recurse=False):
+            module.register_parameter(own, nn.Parameter(distribute_tensor(parameter, mesh, [Shard(0)])))
+
+    def combine(self, module: nn.Module, outputs: Tensor, mesh: Any) -> Tensor:
+        rows = outputs.new_empty(self.shape)
+        rows[self.places, :] = outputs
+        return all_to_all_single_autograd(rows, self.sent, self.received, mesh.get_group())
+
+    def apply(self, module: nn.Module, mesh: Any) -> None:
+        from torch.distributed.tensor import distribute_module
+
+        distribute_module(module, mesh, self.shard, self.dispatch, self.combine)
+
+
+def titan(rank: int, world: int) -> Any:
+    """Whether the layer is fused at each step, and what became of its collectives."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    whole, block = Block(), Block()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    block.gate = nn.Parameter(distribute_tensor(block.gate, mesh, [Shard(0)]))
+    ExpertParallel().apply(block.experts, mesh)
+    run = moefuse.compile(block, fullgraph=True, dynamic=True, inner="eager", mode="on", ep_max_tokens=64)
+    for step, counts in enumerate([(7, 5), (3, 6)]):
+        x = torch.randn(counts[rank], H, generator=torch.Generator().manual_seed(10 * step + rank))
+        with torch.no_grad():
+            # bfloat16 experts, each of their roundings up to 2^-9
+            torch.testing.assert_close(run(x), whole(x), rtol=0.02, atol=0.02)
+    (site,) = moefuse.reports()[-1].sites
+    return site.fused, site.spec.weight_form, site.comm.partition("; ")[2]
+
+
+def shared_batch(rank: int, world: int) -> Any:
+    """Ranks that share a batch: each sends its slice of it, which DTensor cuts off, and gathers the outputs."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    sizes = Sizes(tokens=9, top_k=2, experts=8, hidden=16, inter=8)
+    whole, (x,) = qwen3_block(sizes, experts="grouped_mm")
+    block, _ = qwen3_block(sizes, experts="grouped_mm")
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    plan = {f"experts.{name}": "grouped_gemm" for name in ("gate_up_proj", "down_proj")}
+    apply_expert_parallelism(block, mesh, mesh, {**plan, "experts": "ep_dispatch_experts"}, "all_to_all")
+    run = moefuse.compile(block, fullgraph=True, inner="eager", mode="on", ep_max_tokens=64)
+    with torch.no_grad():
+        torch.testing.assert_close(run(x), whole(x), rtol=1e-5, atol=1e-5)
+    (site,) = moefuse.reports()[-1].sites
+    return site.fused, site.comm.partition("; ")[2]
+
+
+def both(rank: int, world: int) -> Any:
+    return titan(rank, world), shared_batch(rank, world)
+
+
+def test_layers_spread_by_dtensor_are_nodes() -> None:
+    absorbed = "absorbed: 3 all_to_all_single"
+    assert (
+        values(run_ranks(WORLD, both, timeout=180))
+        == [((True, "stacked", absorbed), (True, absorbed))] * WORLD
+    )
