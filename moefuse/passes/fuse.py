@@ -11,6 +11,7 @@ from typing import Any
 import sympy
 import torch
 from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
 from moefuse.graph import sizes
 from moefuse.ops.spec import MoeSpec
@@ -195,7 +196,7 @@ def _call(emitter: Emitter, site: Site, target: str, context: str) -> Node:
     }
     if layer.quant is not None:
         return _quant_call(emitter, layer.quant, spec, operands, {**constants, "target": target})
-    return emitter.call(
+    call = emitter.call(
         operator,
         *operands,
         emitter.one_tensor(restack([emitter.bias(leaf) for leaf in layer.row_scale], local)),
@@ -206,6 +207,10 @@ def _call(emitter: Emitter, site: Site, target: str, context: str) -> Node:
         num_identity_experts=spec.num_identity_experts,
         target=target,
     )
+    if where is not None:
+        # as AOTAutograd does with collectives: what it runs again in the backward pass hangs on sizes of this rank
+        call.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
+    return call
 
 
 def _quant_call(

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import CheckpointPolicy
 
 import moefuse
 from moefuse import policy
@@ -239,6 +240,7 @@ def test_a_gradient_stops_where_the_model_stops_it(where) -> None:
     if layer.fused:
         (call,) = result.calls
         assert op_name(call.args[3]) == ("aten::detach" if where == "weights" else "aten::div")
+        assert call.meta["recompute"] == CheckpointPolicy.MUST_SAVE
 
 
 def test_the_group_may_be_given() -> None:
