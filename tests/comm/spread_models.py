@@ -11,7 +11,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
 from torch.nn import functional
 
-H, I, E = 16, 8, 4  # noqa: E741
+H, I, E = 16, 8, 8  # noqa: E741
 
 
 class Block(nn.Module):

@@ -14,6 +14,7 @@ from torch import nn
 import moefuse
 from moefuse.comm import contexts
 from tests.comm import spread_models
+from tests.comm.matrix import BFLOAT16, Case, compiled, one_case
 from tests.comm.ranks import run_ranks, values
 from tests.comm.spread_models import (
     Block,
@@ -32,15 +33,6 @@ PATTERNS = {
     2: [(7, 5), (0, 6), (1, 9), (3, 3), (6, 0), (0, 0)],
     4: [(7, 5, 2, 3), (0, 0, 0, 6)],
 }
-TOLERANCE = {form: {"rtol": 0.05, "atol": 0.05} for form in (ByBlocks, ByRuns)}
-"""Their experts run in bfloat16; the others differ from one process by the order of float32 additions."""
-
-
-def compiled(model: nn.Module, **options: Any) -> Any:
-    torch._dynamo.config.capture_scalar_outputs = True
-    torch._dynamo.config.capture_dynamic_output_shape_ops = True
-    options = {"inner": "eager", "ep_max_tokens": 64, **options}
-    return torch.compile(model, backend="moefuse", fullgraph=True, dynamic=True, options=options)
 
 
 def check(
@@ -60,7 +52,7 @@ def every_pattern(rank: int, world: int, cases: list[Any], inner: str) -> list[A
         patterns = PATTERNS[world][: None if inner == "eager" else 1]
         for step, counts in enumerate(patterns):
             if form is not Gathered or len(set(counts)) == 1:
-                check(run, whole, rank, counts, step, **TOLERANCE.get(form, {}))
+                check(run, whole, rank, counts, step, **BFLOAT16.get(form, {}))
         sites = moefuse.reports()[-1].sites
         found.append((all(site.fused for site in sites) and bool(sites), {site.reason for site in sites}))
     return [*found, len(contexts())]
@@ -69,7 +61,12 @@ def every_pattern(rank: int, world: int, cases: list[Any], inner: str) -> list[A
 WAYS = {
     "eager-2": (
         2,
-        [(ByExpert, {}), (ByRank, {"k": 1}), (InPlace, {"shared": True}), (Gathered, {"shared": True})],
+        [
+            (ByExpert, {"k": 8}),
+            (ByRank, {"k": 1}),
+            (InPlace, {"k": 7, "shared": True}),
+            (Gathered, {"k": 6, "shared": True}),
+        ],
     ),
     "inductor-2": (2, [(ByBlocks, {"k": 3})]),
     "eager-4": (4, [(ByRuns, {"k": 4})]),
@@ -87,58 +84,21 @@ def test_outputs_are_those_of_one_process(ways) -> None:
     )
 
 
-def trained(run: Any, model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    """The gradients of x and of all parameters after one step."""
-    x = x.clone().requires_grad_()
-    for parameter in model.parameters():
-        parameter.grad = None
-    run(x).square().sum().backward()
-    found = [x, *model.parameters()]
-    return [torch.zeros_like(t) if t.grad is None else t.grad for t in found]
-
-
-def every_gradient(rank: int, world: int, cases: list[Any], inner: str) -> list[bool]:
-    """Of each model: whether all layers were fused. Gradients against one process, and the model as it is written.
-
-    In one process x and the router get theirs from this rank's tokens, the experts from those of all ranks.
-    """
-    found = []
-    for form, changes in cases:
-        torch._dynamo.reset()
-        model, written, whole = form(rank, world, **changes), form(rank, world, **changes), alone(**changes)
-        run, own = compiled(model, inner=inner), slice(rank * model.local, (rank + 1) * model.local)
-        for step, counts in enumerate(PATTERNS[world][: None if inner == "eager" else 3]):
-            if form is Gathered and len(set(counts)) > 1:
-                continue
-            everyone = [tokens(n, r, step) for r, n in enumerate(counts)]
-            got = trained(run, model, everyone[rank])
-            mine, of_all = (trained(whole, whole, x) for x in (everyone[rank], torch.cat(everyone)))
-            want = [*mine[:2], *(grad[own] for grad in of_all[2:4]), *mine[4:]]
-            others = (
-                [] if form is InPlace else trained(written, written, everyone[rank])
-            )  # in place has none, written
-            for grad, *expected in zip(got, want, *([others] if others else []), strict=True):
-                for value in expected:
-                    # float32 sums of tens of products of size 1 in another order
-                    torch.testing.assert_close(
-                        grad, value, **TOLERANCE.get(form, {"rtol": 1e-4, "atol": 2e-5})
-                    )
-        found.append(all(site.fused for site in moefuse.reports()[-1].sites))
-    return found
-
-
-TRAINED = {
-    "eager-2": (2, [(ByExpert, {"k": 1}), (InPlace, {"k": 3}), (Gathered, {"shared": True})]),
-    "inductor-2": (2, [(ByRank, {"shared": True})]),
-    "eager-4": (4, [(ByRank, {"k": 4})]),
+CASES = {
+    "2 processes, gradients": (2, [Case(ByExpert, 1, train=True), Case(Gathered, 5, True, True)]),
+    "2 processes, gradients, inductor": (2, [Case(ByRank, 2, True, True, inner="inductor")]),
 }
 
 
-@pytest.mark.parametrize("ways", TRAINED)
-def test_gradients_are_those_of_one_process(ways) -> None:
-    world, cases = TRAINED[ways]
-    outcome = values(run_ranks(world, every_gradient, cases, ways.partition("-")[0], timeout=300))
-    assert outcome == [[True] * len(cases)] * world
+def run_cases(rank: int, world: int, cases: list[Case]) -> list[bool]:
+    return [one_case(rank, world, case, 1 if case.inner == "inductor" else 2) for case in cases]
+
+
+@pytest.mark.parametrize("some", CASES)
+def test_part_of_the_matrix(some) -> None:
+    """All of it: python -m tests.comm.matrix."""
+    world, cases = CASES[some]
+    assert values(run_ranks(world, run_cases, cases, timeout=300)) == [[True] * len(cases)] * world
 
 
 class Stack(nn.Module):
@@ -202,7 +162,7 @@ def replaced(rank: int, world: int, form: Any) -> tuple[Any, ...]:
                     model.homes[expert] = home
                     for part, each in ((model.w1, whole.w1), (model.w2, whole.w2)):
                         part[torch.isin(own, home)] = each[expert]
-        check(run, whole, rank, counts, step, **TOLERANCE.get(form, {}))
+        check(run, whole, rank, counts, step, **BFLOAT16.get(form, {}))
         seen.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     (site,) = {site.layer: site for report in moefuse.reports() for site in report.sites}.values()
     return site.fused, site.spec.num_experts, site.spec.ids_checked, len(set(seen)), len(contexts())
