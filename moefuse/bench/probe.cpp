@@ -35,7 +35,7 @@ static double peak(int threads) {
                 moefuse::tile_block<2, 2>(w, K + 32, x, K, c, moefuse::WIDE, [](int) {});
             else
 #endif
-            moefuse::packed_tile<D, moefuse::STRIP, 2>(moefuse::Rows<D>{w, K + 32}, x, K, c, moefuse::WIDE, [](int) {});
+            moefuse::packed_tile<D, moefuse::STRIP, 2>(w, K + 32, x, K, c, moefuse::WIDE, moefuse::RowsAhead<D>(w, 0, 0), 0);
     }
     return 2.0 * threads * ROUNDS * ROWS * moefuse::WIDE * K;
 }

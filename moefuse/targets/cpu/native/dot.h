@@ -5,13 +5,11 @@
 // operand is packed or transposed, and each sum has one fixed order whatever the tile it was in.
 #pragma once
 
+#include "ahead.h"
 #include "mac.h"
 
 namespace moefuse {
 
-#ifndef WIDE8
-#define WIDE8 12
-#endif
 constexpr int ROWS = 4;
 #if defined(MOEFUSE_ISA_AVX512)
 constexpr int TOKENS = 6;  // 24 sums, 4 weights and a token value in 32 registers
@@ -47,56 +45,35 @@ static inline void add_lane_sums(float* c, f32v a, f32v b, f32v d, f32v e) {
 }
 #endif
 
-// Asks for the rows of W that come next, in the order in which they lie: row after row, which memory and the hardware's
-// own prefetching like better than a line of each.
-template <class D>
-class RowsAhead {
-   public:
-    RowsAhead(const D* from, ptrdiff_t ldw, int k)
-        : at_(from), lines_((k + LINE - 1) / LINE), left_(lines_), gap_(ldw - ptrdiff_t(lines_) * LINE) {}
-    void ask(int lines) {
-        for (int i = 0; i < lines; i++) {
-            __builtin_prefetch(at_, 0, 3);
-            at_ += LINE;
-            if (--left_ == 0) at_ += gap_, left_ = lines_;
-        }
-    }
-
-   private:
-    static constexpr int LINE = 64 / sizeof(D);
-    const D* at_;
-    int lines_, left_;
-    ptrdiff_t gap_;
-};
-
+// One tile; meanwhile the first `rows` rows at `later` are asked for.
 template <class D, int R, int T>
-static void dot_tile(const D* w, ptrdiff_t ldw, const typename Mac<D>::X* x, ptrdiff_t ldx, int k, float* c,
-                     ptrdiff_t ldc, RowsAhead<D>& ahead, int lines) {
+static inline void dot_tile(const D* w, ptrdiff_t ldw, const typename Mac<D>::X* x, ptrdiff_t ldx, int k, float* c,
+                            ptrdiff_t ldc, const D* later, int rows) {
     using M = Mac<D>;
+    RowsAhead<D> ahead(later, ldw, k);
     f32v sums[R][T] = {};
     const int whole = k / M::STEP * M::STEP;
     int i = 0;
     for (; i < whole; i += M::STEP) {
-        ahead.ask(lines);
-        if constexpr (R > T) {
-            typename M::Reg values[T];
+        ahead.ask(rows);
+        typename M::Reg few[R < T ? R : T];  // of the side that has fewer
+        if constexpr (R < T) {
 #pragma GCC unroll 8
-            for (int t = 0; t < T; t++) values[t] = M::values(x + t * ldx + i);
-#pragma GCC unroll 8
-            for (int r = 0; r < R; r++) {
-                const typename M::Reg row = M::weights(w + r * ldw + i);
-#pragma GCC unroll 8
-                for (int t = 0; t < T; t++) sums[r][t] = M::add(sums[r][t], row, values[t]);
-            }
-        } else {
-            typename M::Reg rows[R];
-#pragma GCC unroll 8
-            for (int r = 0; r < R; r++) rows[r] = M::weights(w + r * ldw + i);
+            for (int r = 0; r < R; r++) few[r] = M::weights(w + r * ldw + i);
 #pragma GCC unroll 8
             for (int t = 0; t < T; t++) {
                 const typename M::Reg values = M::values(x + t * ldx + i);
 #pragma GCC unroll 8
-                for (int r = 0; r < R; r++) sums[r][t] = M::add(sums[r][t], rows[r], values);
+                for (int r = 0; r < R; r++) sums[r][t] = M::add(sums[r][t], few[r], values);
+            }
+        } else {
+#pragma GCC unroll 8
+            for (int t = 0; t < T; t++) few[t] = M::values(x + t * ldx + i);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+                const typename M::Reg row = M::weights(w + r * ldw + i);
+#pragma GCC unroll 8
+                for (int t = 0; t < T; t++) sums[r][t] = M::add(sums[r][t], row, few[t]);
             }
         }
     }
@@ -121,44 +98,53 @@ static void dot_tile(const D* w, ptrdiff_t ldw, const typename Mac<D>::X* x, ptr
     }
 }
 
+// Tall tiles stay functions of their own: beside the loops around them the compiler runs out of registers.
 template <class D, int R, int T>
-static inline void dot_tokens(int tokens, const D* w, ptrdiff_t ldw, const typename Mac<D>::X* x, ptrdiff_t ldx,
-                              int k, float* c, ptrdiff_t ldc, RowsAhead<D>& ahead, int lines) {
-    if constexpr (T > 1) {
-        if (tokens < T) return dot_tokens<D, R, T - 1>(tokens, w, ldw, x, ldx, k, c, ldc, ahead, lines);
-    }
-    dot_tile<D, R, T>(w, ldw, x, ldx, k, c, ldc, ahead, lines);
+__attribute__((noinline)) static void tall_tile(const D* w, ptrdiff_t ldw, const typename Mac<D>::X* x, ptrdiff_t ldx,
+                                                int k, float* c, ptrdiff_t ldc, const D* later, int rows) {
+    dot_tile<D, R, T>(w, ldw, x, ldx, k, c, ldc, later, rows);
 }
 
-// Strips of R rows of W against t rows of X in groups of at most T; returns how many rows were done.
 template <class D, int R, int T>
-static int dot_strips(const D* w, ptrdiff_t ldw, int from, int n, const typename Mac<D>::X* x, ptrdiff_t ldx, int t,
+static inline void dot_tokens(int tokens, const D* w, ptrdiff_t ldw, const typename Mac<D>::X* x, ptrdiff_t ldx, int k,
+                              float* c, ptrdiff_t ldc, const D* later, int rows) {
+    if constexpr (T > 1) {
+        if (tokens < T) return dot_tokens<D, R, T - 1>(tokens, w, ldw, x, ldx, k, c, ldc, later, rows);
+    }
+    if constexpr (R > ROWS)
+        tall_tile<D, R, T>(w, ldw, x, ldx, k, c, ldc, later, rows);
+    else
+        dot_tile<D, R, T>(w, ldw, x, ldx, k, c, ldc, later, rows);
+}
+
+// Strips of R rows from `row` on against groups of at most T tokens; gives the first row that is left. The rows of the
+// strip to come are fetched evenly over the groups, so that memory and arithmetic overlap.
+template <class D, int R, int T>
+static int dot_strips(int row, const D* w, ptrdiff_t ldw, int n, const typename Mac<D>::X* x, ptrdiff_t ldx, int t,
                       int k, float* c, ptrdiff_t ldc, const D* next) {
     const int groups = (t + T - 1) / T;
-    int row = from;
     for (; row + R <= n; row += R) {
-        RowsAhead<D> ahead(row + R < n ? w + (row + R) * ldw : next, ldw, k);
+        const D* later = row + R < n ? w + (row + R) * ldw : next;
         for (int g = 0; g < groups; g++) {
-            const int begin = t * g / groups, end = t * (g + 1) / groups;
-            const int lines = R * (g + 1) / groups - R * g / groups;
+            const int begin = t * g / groups, end = t * (g + 1) / groups, first = R * g / groups;
             dot_tokens<D, R, T>(end - begin, w + row * ldw, ldw, x + begin * ldx, ldx, k, c + begin * ldc + row, ldc,
-                                ahead, lines);
+                                later + first * ldw, R * (g + 1) / groups - first);
         }
     }
     return row;
 }
 
-// n rows of W against t rows of X over k values; c [t][ldc] is added to. `next` is what will be read afterwards:
-// the rows to come are fetched evenly over the token groups, so that memory and arithmetic overlap.
+// n rows of W against t rows of X over k values; c [t][ldc] is added to. `next` is what will be read afterwards.
 template <class D>
 static void dot_panel(const D* w, ptrdiff_t ldw, int n, const typename Mac<D>::X* x, ptrdiff_t ldx, int t, int k,
                       float* c, ptrdiff_t ldc, const D* next) {
     int row = 0;
 #if defined(MOEFUSE_ISA_AVX512)
-    if (t > WIDE8) row = dot_strips<D, 8, 3>(w, ldw, row, n, x, ldx, t, k, c, ldc, next);
+    // more rows and fewer tokens per tile read the token rows, which the L1 cache can't hold, half as often
+    if (t > TOKENS) row = dot_strips<D, 2 * ROWS, 3>(row, w, ldw, n, x, ldx, t, k, c, ldc, next);
 #endif
-    row = dot_strips<D, ROWS, TOKENS>(w, ldw, row, n, x, ldx, t, k, c, ldc, next);
-    dot_strips<D, 1, TOKENS>(w, ldw, row, n, x, ldx, t, k, c, ldc, next);
+    row = dot_strips<D, ROWS, TOKENS>(row, w, ldw, n, x, ldx, t, k, c, ldc, next);
+    dot_strips<D, 1, TOKENS>(row, w, ldw, n, x, ldx, t, k, c, ldc, next);
 }
 
 }  // namespace moefuse

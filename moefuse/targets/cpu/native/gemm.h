@@ -11,10 +11,14 @@
 
 namespace moefuse {
 
-constexpr int DOT_WIDTH = 48;              // output features per block of dot products
-constexpr int OUTER_WIDTH = SUMS * LANES;  // and of outer products: the widest tile
+constexpr int DOT_WIDTH = 48;              // output features per block where k is contiguous
+constexpr int OUTER_WIDTH = SUMS * LANES;  // and where n is: the widest tile
+constexpr int OUTER_K = 128;               // rows of these at a time: they and the ones to come stay in the L2 cache
 constexpr int BLOCK_TOKENS = 48;           // token rows that stay in the L2 cache beside the weights
 constexpr int BLOCK_BYTES = 4096;          // of k: one group of token rows and four of weights fit the L1 cache
+// How many k one lane sums up before its sum is added to the others: float32 needs shorter chains to be as precise as
+// its peers; for half precision the rounding of the rows hides it.
+constexpr int CHAIN = 256;
 
 // Part of a weight: feature n and input k lie at w[n * stride_n + k * stride_k]; one of the strides is 1.
 template <class D>
@@ -40,14 +44,15 @@ struct Tokens {
     ptrdiff_t stride;
     X* packed;  // `stride` values per token
     int count, in_blocks;
-    float* turned;    // [PANEL][TURNED_STRIDE], sums of packed tokens
-    uint32_t* panel;  // [PANEL_K][PANEL_STRIDE], a copy of columns of W
+    float* turned;  // [DOT_WIDTH][TURNED_STRIDE], sums of packed tokens
 
-    // Packs as many rows as packed_tokens() says; those beyond `count` in the last block are zeroed.
+    // Packs as many rows as packed_tokens() says, for weights whose k is contiguous; those beyond `count` in the last
+    // block are zeroed.
     void pack_rows(int64_t k, bool dots) {
         in_blocks = 0;
         if constexpr (PACKS<D>) {
-            in_blocks = packed_tokens<D>(count, dots);
+            if (!dots) return;
+            in_blocks = packed_tokens<D>(count);
             for (int i = count; i < in_blocks; i++)
                 std::memset(static_cast<void*>(rows + i * stride), 0, stride * sizeof(X));
             const int64_t padded = round_up(k, 32);
@@ -61,45 +66,76 @@ struct Tokens {
 constexpr int TURNED = 6 * WIDE;  // tokens per block of sums with tokens in the lanes
 constexpr int TURNED_STRIDE = TURNED + LANES;
 
+// c [t][ldc], columns 0..n-1 = bias, or zero.
 template <class D>
 static void start(const View<D>& view, int n, int t, float* c, ptrdiff_t ldc) {
-    for (int i = 0; i < t; i++) std::memset(c + i * ldc, 0, size_t(n) * sizeof(float));
-    if (!view.bias) return;
-    for (int j = 0; j < n; j++) {
-        const float bias = scalar(view.bias + j * view.stride_bias);
-        for (int i = 0; i < t; i++) c[i * ldc + j] = bias;
+    const size_t bytes = size_t(n) * sizeof(float);
+    if (!view.bias) std::memset(c, 0, bytes);
+    for (int j = 0; view.bias && j < n; j += LANES) {
+        if (view.stride_bias == 1 && j + LANES <= n)
+            store(c + j, load(view.bias + j));
+        else
+            for (int i = j; i < n && i < j + LANES; i++) c[i] = scalar(view.bias + i * view.stride_bias);
     }
+    for (int i = 1; i < t; i++) std::memcpy(c + i * ldc, c, bytes);
 }
 
-// The packed tokens, up to TURNED at a time, against n <= PANEL features: sums come out with tokens in the lanes and are
-// turned.
+// The packed tokens, up to TURNED / 2 at a time (W is read again for each time, out of the L2 cache), against
+// n <= DOT_WIDTH features whose k is contiguous: sums come out with tokens in the lanes and are turned.
 template <class D>
 static void multiply_packed(const View<D>& view, int n, const Tokens<D>& tokens, int64_t k, int64_t block, float* c,
                             ptrdiff_t ldc, const D* next) {
     float* turned = tokens.turned;
-    // rows as they lie are read again for each block, out of the L2 cache; a panel is copied for each
-    const int most = view.dots() ? TURNED / 2 : TURNED;
-    for (int i = 0; i < tokens.in_blocks; i += most) {
-        const int own = tokens.in_blocks - i < most ? tokens.in_blocks - i : most;
-        const D* x = tokens.packed + i * tokens.stride;
+    for (int i = 0; i < tokens.in_blocks; i += TURNED / 2) {
+        const int own = tokens.in_blocks - i < TURNED / 2 ? tokens.in_blocks - i : TURNED / 2;
         for (int j = 0; j < n; j++) {
             const f32v bias = splat(view.bias ? scalar(view.bias + j * view.stride_bias) : 0.f);
             for (int t = 0; t < own; t += LANES) store(turned + j * TURNED_STRIDE + t, bias);
         }
-        for (int64_t k0 = 0; k0 < k; k0 += block) {
-            const int part = int(k - k0 < block ? k - k0 : block);
-            const D* w = view.w + k0 * view.stride_k;
-            if (view.dots())
-                packed_rows<D>(w, view.stride_n, n, x, tokens.stride, own, k0, part, turned, TURNED_STRIDE,
-                               k0 + block < k ? w + block : next);
-            else
-                packed_columns<D>(w, view.stride_k, n, x, tokens.stride, own, k0, part, turned, TURNED_STRIDE,
-                                  tokens.panel);
-        }
+        for (int64_t k0 = 0; k0 < k; k0 += block)
+            packed_rows<D>(view.w + k0, view.stride_n, n, tokens.packed + i * tokens.stride, tokens.stride, own, k0,
+                           int(k - k0 < block ? k - k0 : block), turned, TURNED_STRIDE,
+                           k0 + block < k ? view.w + k0 + block : next);
         for (int j = 0; j < n; j += LANES)
             for (int t = 0; t < own; t += LANES)
                 transpose(reinterpret_cast<uint32_t*>(turned) + j * TURNED_STRIDE + t, TURNED_STRIDE,
                           reinterpret_cast<uint32_t*>(c) + (i + t) * ldc + j, ldc);
+    }
+}
+
+// multiply() where k is contiguous.
+template <class D>
+static void multiply_rows(const View<D>& view, int n, const Tokens<D>& tokens, int64_t k, float* c, ptrdiff_t ldc,
+                          const D* next) {
+    const int64_t most = BLOCK_BYTES / int64_t(sizeof(typename Mac<D>::X)), blocks = (k + most - 1) / most;
+    const int64_t block = round_up((k + blocks - 1) / blocks, 32);
+    if constexpr (PACKS<D>)
+        if (tokens.in_blocks)
+            multiply_packed(view, n, tokens, k, sizeof(D) < 4 ? block : CHAIN, c, ldc,
+                            tokens.in_blocks < tokens.count ? view.w : next);
+    const int left = tokens.count - tokens.in_blocks;
+    if (left <= 0) return;
+    const typename Mac<D>::X* x = tokens.rows + tokens.in_blocks * tokens.stride;
+    c += tokens.in_blocks * ldc;
+    start(view, n, left, c, ldc);
+    for (int64_t k0 = 0; k0 < k; k0 += block)
+        for (int i = 0; i < left; i += BLOCK_TOKENS)
+            dot_panel<D>(view.w + k0, view.stride_n, n, x + i * tokens.stride + k0, tokens.stride,
+                         left - i < BLOCK_TOKENS ? left - i : BLOCK_TOKENS, int(k - k0 < block ? k - k0 : block),
+                         c + i * ldc, ldc, k0 + block < k ? view.w + k0 + block : next);
+}
+
+// multiply() where n is contiguous.
+template <class D>
+static void multiply_columns(const View<D>& view, int n, const Tokens<D>& tokens, int64_t k, float* c, ptrdiff_t ldc,
+                             const D* next) {
+    // few tokens: a tile goes over many rows
+    const int64_t rows = tokens.count <= MOST_TOKENS ? BLOCK_BYTES / int64_t(sizeof(typename Mac<D>::X)) : OUTER_K;
+    start(view, n, tokens.count, c, ldc);
+    for (int64_t k0 = 0; k0 < k; k0 += rows) {
+        const int own = int(k - k0 < rows ? k - k0 : rows);
+        outer_panel<D>(view.w + k0 * view.stride_k, view.stride_k, n, tokens.rows + k0, tokens.stride, tokens.count, own,
+                       c, ldc, k0 + rows < k ? view.w + (k0 + rows) * view.stride_k : next);
     }
 }
 
@@ -108,32 +144,7 @@ static void multiply_packed(const View<D>& view, int n, const Tokens<D>& tokens,
 template <class D>
 static void multiply(const View<D>& view, int n, const Tokens<D>& tokens, int64_t k, float* c, ptrdiff_t ldc,
                      const D* next) {
-    const int64_t most = BLOCK_BYTES / int64_t(sizeof(typename Mac<D>::X)), blocks = (k + most - 1) / most;
-    const int64_t block = round_up((k + blocks - 1) / blocks, 32);
-    int done = 0;
-    if constexpr (PACKS<D>) {
-        const D* after = tokens.in_blocks < tokens.count ? view.w : next;
-        for (int j = 0; tokens.in_blocks && j < n; j += PANEL)
-            multiply_packed(view.from(j), n - j < PANEL ? n - j : PANEL, tokens, k, view.dots() && sizeof(D) < 4 ? block : CHAIN<D>,
-                            c + j, ldc, after);
-        done = tokens.in_blocks;
-    }
-    const int left = tokens.count - done;
-    if (left <= 0) return;
-    const typename Mac<D>::X* x = tokens.rows + done * tokens.stride;
-    c += done * ldc;
-    start(view, n, left, c, ldc);
-    for (int64_t k0 = 0; k0 < k; k0 += block) {
-        const int own = int(k - k0 < block ? k - k0 : block);
-        if (!view.dots()) {
-            outer_panel<D>(view.w + k0 * view.stride_k, view.stride_k, n, x + k0, tokens.stride, left, own, c, ldc);
-            continue;
-        }
-        const D* after = k0 + block < k ? view.w + k0 + block : next;
-        for (int i = 0; i < left; i += BLOCK_TOKENS)
-            dot_panel<D>(view.w + k0, view.stride_n, n, x + i * tokens.stride + k0, tokens.stride,
-                         left - i < BLOCK_TOKENS ? left - i : BLOCK_TOKENS, own, c + i * ldc, ldc, after);
-    }
+    view.dots() ? multiply_rows(view, n, tokens, k, c, ldc, next) : multiply_columns(view, n, tokens, k, c, ldc, next);
 }
 
 }  // namespace moefuse

@@ -7,6 +7,7 @@
 
 #include <type_traits>
 
+#include "ahead.h"
 #include "mac.h"
 
 namespace moefuse {
@@ -18,7 +19,7 @@ constexpr int MOST_TOKENS = 12;
 constexpr int SUMS = 12;
 constexpr int MOST_TOKENS = 6;
 #endif
-constexpr ptrdiff_t LINES_AHEAD = 144;  // of W, to be fetched while a tile computes
+constexpr int LINES_AHEAD = 144;  // of 64 bytes
 
 // Two vectors of columns out of the rows at w (and w + ldk where the type pairs k; a missing second row is zero).
 template <class D>
@@ -54,15 +55,24 @@ struct Columns<bf16> {
 };
 #endif
 
-// V vectors of columns, of which the first n columns exist; V is even.
-template <class D, int T, int V>
-static void outer_tile(const D* w, ptrdiff_t ldk, const typename Mac<D>::X* x, ptrdiff_t ldx, int k, float* c,
-                       ptrdiff_t ldc, int n) {
+// V vectors of columns, of which the first n columns exist; V is even. Asks for so many lines of 64 bytes with every
+// step; ALONE, for its own columns some rows further on. Not inlined: beside the loops around it the compiler runs out
+// of registers.
+template <class D, int T, int V, bool ALONE>
+__attribute__((noinline)) static RowsAhead<D> outer_tile(const D* w, ptrdiff_t ldk, const typename Mac<D>::X* x,
+                                                         ptrdiff_t ldx, int k, float* c, ptrdiff_t ldc, int n,
+                                                         RowsAhead<D> ahead, int lines) {
     using M = Mac<D>;
+    constexpr int LINE = 64 / sizeof(D), ROW = V * LANES;
     f32v sums[T][V] = {};
-    constexpr ptrdiff_t ahead = LINES_AHEAD * 64 / (V * LANES * sizeof(D));
-    const bool full = V > 2 || n >= V * LANES;  // only the narrowest tile is ever cut
-    auto step = [&](int i, bool second, int columns) __attribute__((always_inline)) {
+    const auto step = [&](int i, bool second, int columns) __attribute__((always_inline)) {
+        if constexpr (ALONE) {
+            for (int p = 0; p < M::PAIR; p++)
+                for (int column = 0; column < ROW; column += LINE)
+                    __builtin_prefetch(w + (i + p + LINES_AHEAD * LINE / ROW) * ldk + column, 0, 3);
+        } else {
+            ahead.ask(lines);
+        }
         typename M::Reg row[V];
 #pragma GCC unroll 16
         for (int v = 0; v < V; v += 2)
@@ -75,14 +85,9 @@ static void outer_tile(const D* w, ptrdiff_t ldk, const typename Mac<D>::X* x, p
         }
     };
     int i = 0;
-    if (full) {
-        for (; i + M::PAIR <= k; i += M::PAIR) {
-            for (int p = 0; p < M::PAIR; p++)
-                for (size_t byte = 0; byte < V * LANES * sizeof(D); byte += 64)
-                    __builtin_prefetch(reinterpret_cast<const char*>(w + (i + p + ahead) * ldk) + byte, 0, 3);
-            step(i, true, V * LANES);
-        }
-        if (i < k) step(i, false, V * LANES);
+    if (V > 2 || n >= ROW) {  // only the narrowest tile is ever cut
+        for (; i + M::PAIR <= k; i += M::PAIR) step(i, true, ROW);
+        if (i < k) step(i, false, ROW);
     } else {
         for (; i + M::PAIR <= k; i += M::PAIR) step(i, true, n);
         if (i < k) step(i, false, n);
@@ -94,29 +99,41 @@ static void outer_tile(const D* w, ptrdiff_t ldk, const typename Mac<D>::X* x, p
             Columns<D>::in_order(sums[t] + v);
             for (int j = v; j < v + 2; j++) store(c + t * ldc + j * LANES, load(c + t * ldc + j * LANES) + sums[t][j]);
         }
+    return ahead;
 }
 
-// As many columns as tiles of V vectors cover, the rest by narrower ones.
+// Groups of T tokens; as many columns as tiles of V vectors cover, the rest by narrower ones.
 template <class D, int T, int V = SUMS / T / 2 * 2>
-static void outer_tokens(const D* w, ptrdiff_t ldk, int n, const typename Mac<D>::X* x, ptrdiff_t ldx, int t, int k,
-                         float* c, ptrdiff_t ldc) {
+static void outer_tokens(const D* w, ptrdiff_t ldk, int n, const typename Mac<D>::X* x, ptrdiff_t ldx, int groups, int k,
+                         float* c, ptrdiff_t ldc, RowsAhead<D> ahead) {
+    constexpr int LINES = V * LANES * Mac<D>::PAIR * int(sizeof(D)) / 64;  // of W per step
     int column = 0;
-    for (; column + V * LANES <= n || (V == 2 && column < n); column += V * LANES)
-        for (int i = 0; i < t; i += T)
-            outer_tile<D, T, V>(w + column, ldk, x + i * ldx, ldx, k, c + i * ldc + column, ldc, n - column);
+    for (; column + V * LANES <= n || (V == 2 && column < n); column += V * LANES) {
+        const D* columns = w + column;
+        float* sums = c + column;
+        if (groups == 1) {
+            outer_tile<D, T, V, true>(columns, ldk, x, ldx, k, sums, ldc, n - column, ahead, 0);
+            continue;
+        }
+        if constexpr (2 * T > MOST_TOKENS)  // several groups are large ones
+            for (int g = 0; g < groups; g++)
+                ahead = outer_tile<D, T, V, false>(columns, ldk, x + g * T * ldx, ldx, k, sums + g * T * ldc, ldc,
+                                                   n - column, ahead, LINES * (g + 1) / groups - LINES * g / groups);
+    }
     if constexpr (V > 2)
         if (column < n)
-            outer_tokens<D, T, V / 4 * 2>(w + column, ldk, n - column, x, ldx, t, k, c + column, ldc);
+            outer_tokens<D, T, V / 4 * 2>(w + column, ldk, n - column, x, ldx, groups, k, c + column, ldc, ahead);
 }
 
 // t rows of X over k values against n columns of W. x and c [..][ldc] have MOST_TOKENS - 1 rows and two vectors
-// of columns to spare: a group of tokens is filled up with rows that nobody reads.
+// of columns to spare: a group of tokens is filled up with rows that nobody reads. With several groups `next`, what will
+// be read afterwards, as many rows and columns, is fetched evenly over the steps, so that memory and arithmetic overlap.
 template <class D>
 static void outer_panel(const D* w, ptrdiff_t ldk, int n, const typename Mac<D>::X* x, ptrdiff_t ldx, int t, int k,
-                        float* c, ptrdiff_t ldc) {
+                        float* c, ptrdiff_t ldc, const D* next) {
     const int groups = (t + MOST_TOKENS - 1) / MOST_TOKENS, group = (t + groups - 1) / groups;
     const auto tokens = [&](auto count) {
-        outer_tokens<D, decltype(count)::value>(w, ldk, n, x, ldx, t, k, c, ldc);
+        outer_tokens<D, decltype(count)::value>(w, ldk, n, x, ldx, groups, k, c, ldc, RowsAhead<D>(next, ldk, n));
     };
     if (group <= 1) return tokens(std::integral_constant<int, 1>{});
     if (group <= 2) return tokens(std::integral_constant<int, 2>{});

@@ -1,38 +1,38 @@
 // C[t][n] += sum over k of W[n][k] * X[t][k] for many tokens: lanes are tokens.
 //
-// In: rows of W as they lie where k is contiguous, or a panel copied by interleave() where n is; and the token rows packed by pack(): blocks of WIDE tokens (the last may be half of
-// that), for each 32 bits of k the tokens side by side. Out: float32 sums. Values of W are repeated over the lanes, so that no sum over lanes is left
-// and a tile runs at the speed of its multiplications; worth the packing from about WIDE tokens on. Only where W
-// needs no conversion (Mac<D>::X is D).
+// In: rows of W as they lie, k contiguous, and the token rows packed by pack(): blocks of WIDE tokens (the last may be
+// half of that), for each 32 bits of k the tokens side by side. Out: float32 sums. Values of W are repeated over the
+// lanes, so that no sum over lanes is left and a tile runs at the speed of its multiplications; worth the packing from
+// about WIDE tokens on. Only where W needs no conversion (Mac<D>::X is D).
 #pragma once
 
 #include <type_traits>
 
 #include "amx.h"
 #include "dot.h"
-#include "outer.h"
 
 namespace moefuse {
 
 constexpr int WIDE = 2 * LANES;
 #if defined(MOEFUSE_ISA_AVX512)
 constexpr int STRIP = 12;  // 24 sums, two vectors of tokens and a repeated weight in 32 registers
+constexpr int MOST_DOTS = 24;  // tokens beyond whole blocks that are cheaper as dot products (measured)
 #else
 constexpr int STRIP = 6;
+constexpr int MOST_DOTS = 6;
 #endif
 
 template <class D>
 constexpr bool PACKS = sizeof(typename Mac<D>::X) == sizeof(D);
 
-// How many of t tokens are computed here, a multiple of LANES. Beyond whole blocks: as many as are cheaper in a half or
-// a whole block, filled up with zeros, than as dot products (measured); all where the other form would read a whole
-// panel again, and all where tiles read the weights as they lie.
+// How many of t tokens are computed here, a multiple of LANES. Beyond whole blocks: none if they are few, else a half or
+// a whole block, filled up with zeros; all where tiles read the weights as they lie.
 template <class D>
-static inline int packed_tokens(int t, bool dots) {
+static inline int packed_tokens(int t) {
     const int rest = t % WIDE, blocks = t - rest;
-    if (TILES<D> && dots) return (t + LANES - 1) / LANES * LANES;
-    if (4 * rest <= 3 * LANES && (dots || !blocks || !rest)) return blocks;
-    return blocks + (rest <= LANES || (dots && 16 * rest <= 22 * LANES) ? LANES : WIDE);
+    if (TILES<D>) return (t + LANES - 1) / LANES * LANES;
+    if (rest <= MOST_DOTS) return blocks;
+    return blocks + (rest <= LANES ? LANES : WIDE);
 }
 
 // to[i][j] = from[j][i], LANES x LANES words.
@@ -75,80 +75,32 @@ static void pack(const X* rows, ptrdiff_t ldx, int64_t k, X* to) {
             transpose(from + v * LANES * stride + i, stride, block + (i * V + v) * LANES, V * LANES);
 }
 
-// Columns of W copied so that the words of one k (or pair of k) of neighbouring columns lie side by side: [k / PAIR]
-// rows of PANEL words, of which a tile reads STRIP.
-constexpr int PANEL = 192;
-constexpr int PANEL_STRIDE = PANEL + 16;  // in words of 32 bits: no power of two
-constexpr int PANEL_K = 512;
-
-// How many k one lane sums up before its sum is added to the others: float32 needs shorter chains to be as precise as
-// its peers; for half precision the rounding of the rows hides it.
-template <class D>
-constexpr int CHAIN = sizeof(D) == 4 ? 256 : PANEL_K;
-
-// n <= PANEL columns of W [k][n], k <= PANEL_K.
-template <class D>
-static void interleave(const D* w, ptrdiff_t ldk, int n, int k, uint32_t* to) {
-    using M = Mac<D>;
-    constexpr ptrdiff_t ahead = LINES_AHEAD * 64 / (PANEL * sizeof(D));
-    constexpr int LINE = 64 / sizeof(D);
-    for (int i = 0; i < k; i += M::PAIR, to += PANEL_STRIDE) {
-        for (int p = 0; p < M::PAIR; p++)
-            for (int column = 0; column < n; column += LINE)
-                __builtin_prefetch(w + (i + p + ahead) * ldk + column, 0, 3);
-        for (int column = 0; column < n; column += 2 * LANES) {
-            typename M::Reg raw[2];
-            Columns<D>::read(w + i * ldk + column, ldk, i + 1 < k, n - column, raw);
-            f32v two[2] = {bit_cast<f32v>(raw[0]), bit_cast<f32v>(raw[1])};
-            Columns<D>::in_order(two);
-            std::memcpy(to + column, two, sizeof two);
-        }
-    }
-}
-
-// Where a tile finds W: rows as they lie, `step` values from one PAIR of k to the next.
-template <class D>
-struct Rows {
-    const D* w;
-    ptrdiff_t stride;
-    static constexpr ptrdiff_t step = Mac<D>::PAIR;
-    static constexpr bool whole_pairs = false;  // the last value of an odd k has no partner in memory
-};
-// Or a panel from interleave().
-template <class D>
-struct Words {
-    const D* w;
-    static constexpr ptrdiff_t stride = Mac<D>::PAIR;
-    static constexpr ptrdiff_t step = PANEL_STRIDE * Mac<D>::PAIR;
-    static constexpr bool whole_pairs = true;
-};
-
-// R rows of W against a block of V vectors of tokens; sums [R][ldc] are added to. fetch(i) is called for each 64 bytes
-// of k and asks for weights that will be read later.
-template <class D, int R, int V, class W, class F>
-static inline void packed_tile(W w, const D* x, int k, float* c, ptrdiff_t ldc, F&& fetch) {
+// R rows of W against a block of V vectors of tokens; sums [R][ldc] are added to. Asks for so many lines of weights
+// with every 64 bytes of k.
+template <class D, int R, int V>
+static inline RowsAhead<D> packed_tile(const D* w, ptrdiff_t ldw, const D* x, int k, float* c, ptrdiff_t ldc,
+                                       RowsAhead<D> ahead, int lines) {
     using M = Mac<D>;
     constexpr int LINE = 64 / sizeof(D);
     f32v sums[R][V] = {};
-    const auto step = [&](const D* at, const D* block, auto&& value) __attribute__((always_inline)) {
+    const auto step = [&](auto&& value) __attribute__((always_inline)) {
         typename M::Reg tokens[V];
-        for (int v = 0; v < V; v++) tokens[v] = M::values(block + v * M::PAIR * LANES);
+        for (int v = 0; v < V; v++) tokens[v] = M::values(x + v * M::PAIR * LANES);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
-            const typename M::Reg weight = value(at + r * w.stride);
+            const typename M::Reg weight = value(w + r * ldw);
             for (int v = 0; v < V; v++) sums[r][v] = M::add(sums[r][v], tokens[v], weight);
         }
     };
-    const D *at = w.w, *block = x;
-    const int whole = W::whole_pairs ? k : k / M::PAIR * M::PAIR;
+    const int whole = k / M::PAIR * M::PAIR;
     for (int line = 0; line < whole; line += LINE) {
-        fetch(line);
-        const D* end = x + (line + LINE < whole ? line + LINE : whole) * V * LANES;
-        for (; block < end; block += M::PAIR * V * LANES, at += w.step)
-            step(at, block, [](const D* p) __attribute__((always_inline)) { return M::repeated(p); });
+        ahead.ask(lines);
+        const D* end = x + (whole - line < LINE ? whole - line : LINE) * V * LANES;
+        for (; x < end; x += M::PAIR * V * LANES, w += M::PAIR)
+            step([](const D* p) __attribute__((always_inline)) { return M::repeated(p); });
     }
-    if (whole < k)
-        step(at, block, [](const D* p) __attribute__((always_inline)) {
+    if (whole < k)  // the last value of an odd k has no partner in memory
+        step([](const D* p) __attribute__((always_inline)) {
             D pair[2] = {*p, D{}};
             return M::repeated(pair);
         });
@@ -158,42 +110,31 @@ static inline void packed_tile(W w, const D* x, int k, float* c, ptrdiff_t ldc, 
             float* sum = c + r * ldc + v * LANES;
             store(sum, load(sum) + sums[r][v]);
         }
+    return ahead;
 }
 
-// n rows of W against t packed tokens (`stride` values each) from k0 on; c [n][ldc]. at(row) gives a Rows or Words,
-// fetch(row, rows) the function to call during the first block of tokens of a strip.
-template <class D, class At, class F>
-static void packed_panel(At&& at, int n, const D* x, ptrdiff_t stride, int t, int64_t k0, int k, float* c, ptrdiff_t ldc,
-                         F&& fetch) {
+// n rows of W against t packed tokens (`stride` values each) from k0 on; c [n][ldc]. `next` is what will be read after
+// them: the strip to come is fetched evenly over the blocks of tokens.
+template <class D>
+static void packed_vectors(const D* w, ptrdiff_t ldw, int n, const D* x, ptrdiff_t stride, int t, int64_t k0, int k,
+                           float* c, ptrdiff_t ldc, const D* next) {
+    const int blocks = (t + WIDE - 1) / WIDE;
     const auto strip = [&](auto rows, int row) {
         constexpr int R = decltype(rows)::value;
-        const auto nothing = [](int) {};
-        for (int i = 0; i < t; i += WIDE) {
-            const D* block = x + i * stride + k0 * (t - i < WIDE ? LANES : WIDE);
-            float* sums = c + row * ldc + i;
-            if (t - i >= WIDE)
-                i ? packed_tile<D, R, 2>(at(row), block, k, sums, ldc, nothing)
-                  : packed_tile<D, R, 2>(at(row), block, k, sums, ldc, fetch(row, rows));
-            else
-                i ? packed_tile<D, R, 1>(at(row), block, k, sums, ldc, nothing)
-                  : packed_tile<D, R, 1>(at(row), block, k, sums, ldc, fetch(row, rows));
+        RowsAhead<D> ahead(row + 2 * R <= n ? w + (row + R) * ldw : next, ldw, k);
+        for (int b = 0; b < blocks; b++) {
+            const bool wide = t - b * WIDE >= WIDE;
+            const D* block = x + b * WIDE * stride + k0 * (wide ? WIDE : LANES);
+            float* sums = c + row * ldc + b * WIDE;
+            const int lines = R * (b + 1) / blocks - R * b / blocks;
+            ahead = wide ? packed_tile<D, R, 2>(w + row * ldw, ldw, block, k, sums, ldc, ahead, lines)
+                         : packed_tile<D, R, 1>(w + row * ldw, ldw, block, k, sums, ldc, ahead, lines);
         }
     };
     int row = 0;
     for (; row + STRIP <= n; row += STRIP) strip(std::integral_constant<int, STRIP>{}, row);
     for (; row + 4 <= n; row += 4) strip(std::integral_constant<int, 4>{}, row);
     for (; row < n; row++) strip(std::integral_constant<int, 1>{}, row);
-}
-
-// Weights as they lie, k contiguous, without tiles. `next` is what will be read after this panel.
-template <class D>
-static void packed_vectors(const D* w, ptrdiff_t ldw, int n, const D* x, ptrdiff_t stride, int t, int64_t k0, int k,
-                           float* c, ptrdiff_t ldc, const D* next) {
-    packed_panel<D>([=](int row) { return Rows<D>{w + row * ldw, ldw}; }, n, x, stride, t, k0, k, c, ldc,
-                    [=](int row, auto rows) {
-                        RowsAhead<D> ahead(row + 2 * rows <= n ? w + (row + rows) * ldw : next, ldw, k);
-                        return [ahead](int) mutable { ahead.ask(decltype(rows)::value); };
-                    });
 }
 
 // The same, in tiles as far as they go.
@@ -209,16 +150,6 @@ static void packed_rows(const D* w, ptrdiff_t ldw, int n, const D* x, ptrdiff_t 
     }
 #endif
     packed_vectors<D>(w, ldw, n, x, stride, t, k0, k, c, ldc, next);
-}
-
-// Weights whose n is contiguous: a panel is copied, then read.
-template <class D>
-static void packed_columns(const D* w, ptrdiff_t ldk, int n, const D* x, ptrdiff_t stride, int t, int64_t k0, int k,
-                           float* c, ptrdiff_t ldc, uint32_t* panel) {
-    interleave(w, ldk, n, k, panel);
-    const D* words = reinterpret_cast<const D*>(panel);
-    packed_panel<D>([=](int row) { return Words<D>{words + row * Mac<D>::PAIR}; }, n, x, stride, t, k0, k, c, ldc,
-                    [](int, auto) { return [](int) {}; });
 }
 
 }  // namespace moefuse

@@ -39,10 +39,10 @@ class Run {
           x_stride_(round_up(std::max(layer.hidden, layer.inner), 32) + 32),
           chunk_(std::min<int64_t>(TURNED, longest())),
           x_bytes_(round_up((chunk_ + SPARE_ROWS) * x_stride_ * sizeof(X), 64)),
-          packed_bytes_(PACKS<D> && (packed_tokens<D>(int(chunk_), dots_[0]) || packed_tokens<D>(int(chunk_), dots_[1]))
-                            ? x_bytes_
-                            : 0),
-          sums_bytes_(round_up((chunk_ + SPARE_ROWS) * SUMS_STRIDE * sizeof(float), 64)),
+          packed_bytes_(PACKS<D> && (dots_[0] || dots_[1]) && packed_tokens<D>(int(chunk_)) ? x_bytes_ : 0),
+          // two vectors to spare, and no power of two
+          sums_stride_((dots_[0] && dots_[1] ? DOT_WIDTH : OUTER_WIDTH) + 3 * LANES),
+          sums_bytes_(round_up((chunk_ + SPARE_ROWS) * sums_stride_ * sizeof(float), 64)),
           row_bytes_(round_up(hidden_stride_ * rows_ * sizeof(D), 64)),
           result_bytes_(layer.remote ? 0 : round_up(rows_stride_ * rows_ * sizeof(D), 64)),
           workspace_(row_bytes_ + result_bytes_ + threads * scratch_bytes()) {}
@@ -67,10 +67,7 @@ class Run {
     }
 
    private:
-    static constexpr int64_t SUMS_STRIDE = OUTER_WIDTH + 3 * LANES;  // no power of two, two vectors to spare
-    static constexpr int64_t TURNED_BYTES = round_up(PANEL * TURNED_STRIDE * sizeof(float), 64);
-    static constexpr int64_t PANEL_BYTES = PANEL_K * PANEL_STRIDE * sizeof(uint32_t);
-    static constexpr int64_t ROW_BYTES = round_up(3 * SUMS_STRIDE * sizeof(float), 64);
+    static constexpr int64_t TURNED_BYTES = round_up(DOT_WIDTH * TURNED_STRIDE * sizeof(float), 64);
 
     // The weighted rows are rounded, so they can be weighted where they lie.
     bool weighs_rows() const { return layer_.position == OUTPUT && layer_.round_products; }
@@ -91,14 +88,13 @@ class Run {
         return workspace_.data() + row_bytes_ + result_bytes_ + thread * scratch_bytes();
     }
     int64_t scratch_bytes() const {
-        return x_bytes_ + packed_bytes_ + 2 * sums_bytes_ + ROW_BYTES + TURNED_BYTES + PANEL_BYTES;
+        return x_bytes_ + packed_bytes_ + 2 * sums_bytes_ + round_up(3 * sums_stride_ * sizeof(float), 64) + TURNED_BYTES;
     }
     // `count` token rows of a thread, to be filled.
     Tokens<D> tokens_of(int thread, int count) const {
         char* from = scratch(thread);
         return {reinterpret_cast<X*>(from), x_stride_, reinterpret_cast<X*>(from + x_bytes_), count, 0,
-                reinterpret_cast<float*>(from + scratch_bytes() - TURNED_BYTES - PANEL_BYTES),
-                reinterpret_cast<uint32_t*>(from + scratch_bytes() - PANEL_BYTES)};
+                reinterpret_cast<float*>(from + scratch_bytes() - TURNED_BYTES)};
     }
     float* sums_of(int thread, int part) const {
         return reinterpret_cast<float*>(scratch(thread) + x_bytes_ + packed_bytes_ + part * sums_bytes_);
@@ -171,7 +167,7 @@ class Run {
                                     : n + width_[0] < task.end ? views[0].from(n + width_[0]).w
                                                                : after;
                     multiply(views[part].from(joined() ? 2 * n : n), columns, tokens, layer_.hidden,
-                             sums_of(thread, part), SUMS_STRIDE, then);
+                             sums_of(thread, part), sums_stride_, then);
                 }
                 for (int i = 0; i < t; i++) activate_row(row + i, i, n, own, thread);
             }
@@ -180,11 +176,11 @@ class Run {
     }
 
     void activate_row(int64_t row, int i, int n, int own, int thread) {
-        const float* gate = sums_of(thread, 0) + i * SUMS_STRIDE;
-        const float* up = sums_of(thread, gated() ? 1 : 0) + i * SUMS_STRIDE;
+        const float* gate = sums_of(thread, 0) + i * sums_stride_;
+        const float* up = sums_of(thread, gated() ? 1 : 0) + i * sums_stride_;
         float* out = row_of(thread);
         if (joined()) {
-            float *first = out + SUMS_STRIDE, *second = first + SUMS_STRIDE;
+            float *first = out + sums_stride_, *second = first + sums_stride_;
             for (int j = 0; j < own; j++) first[j] = gate[2 * j], second[j] = gate[2 * j + 1];
             gate = swapped() ? second : first, up = swapped() ? first : second;
         }
@@ -208,11 +204,11 @@ class Run {
             tokens.pack_rows(layer_.inner, dots_[1]);
             for (int n = task.begin; n < task.end; n += width_[1]) {
                 const int own = std::min(width_[1], task.end - n);
-                multiply(all.from(n), own, tokens, layer_.inner, sums_of(thread, 0), SUMS_STRIDE,
+                multiply(all.from(n), own, tokens, layer_.inner, sums_of(thread, 0), sums_stride_,
                          n + width_[1] < task.end ? all.from(n + width_[1]).w : after);
                 const bool scales = weighs_rows() && layer_.row_norm == PLAIN;
                 for (int i = 0; i < t; i++)
-                    store_row(destination(row + i) + n, sums_of(thread, 0) + i * SUMS_STRIDE, own,
+                    store_row(destination(row + i) + n, sums_of(thread, 0) + i * sums_stride_, own,
                               scales ? weight_of(row + i) : 1.f, scales);
             }
             record(SECOND_GEMM, task.expert, begin, thread);
@@ -328,7 +324,7 @@ class Run {
     const int width_[2];
     Tasks first_, second_;
     const int64_t rows_, hidden_stride_, rows_stride_, x_stride_, chunk_;
-    const int64_t x_bytes_, packed_bytes_, sums_bytes_, row_bytes_, result_bytes_;
+    const int64_t x_bytes_, packed_bytes_, sums_stride_, sums_bytes_, row_bytes_, result_bytes_;
     const Workspace workspace_;
 };
 
