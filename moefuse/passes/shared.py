@@ -27,7 +27,7 @@ def absorb(graph: Graph, site: Site, options: Options, target: str) -> list[Outc
 
 
 def _absorb(graph: Graph, site: Site, expert: Site | Strange, options: Options, target: str) -> Outcome:
-    report = SharedReport(common_layer([*expert.gemms, expert.node]), False, expert.node.name)
+    report = SharedReport(common_layer(expert.gemms), False, expert.node.name)
     if pattern := options.excluded(report.layer):
         reason = f"excluded by the option exclude={pattern!r}"
         return replace(report, check="exclude", reason=reason), None

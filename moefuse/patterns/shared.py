@@ -32,7 +32,7 @@ CARRIES = frozenset(
             "alias",
             "clone",
         ),
-        *("slice", "select", "expand", "_to_copy", "mul", "div"),
+        *("_to_copy", "mul", "div"),
     )
 )
 """What may happen to a layer's output before a shared expert's is added: the sum itself stays where it is."""

@@ -9,7 +9,7 @@ import torch
 
 import moefuse.policy
 from moefuse.ops.spec import MoeSpec
-from moefuse.policy import Check, checks_of, decide, judge
+from moefuse.policy import Check, checks_of, decide, decide_shared, judge, shared
 
 GOOD = MoeSpec(
     num_experts=8,
@@ -181,3 +181,36 @@ def test_policy_depends_downward_only() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom):
                 assert node.module.split(".")[:2][-1] not in {"report", "targets", "passes", "patterns"}, path
+
+
+SHARED = {
+    "shared_target": ({"target": "reference"}, {"target": "npu"}, "the target 'npu' has no kernel"),
+    "shared_spread": ({}, {"spread": True}, "travel between ranks"),
+    "shared_training": ({}, {"training": True}, "gradients are wanted"),
+    "shared_dtype": (
+        {"x_dtype": torch.float16, "expert_dtype": torch.float16},
+        {"expert_dtype": torch.float32},
+        "rows are torch.bfloat16 and weights torch.float32",
+    ),
+    "shared_tokens": ({"tokens": 64}, {"tokens": 65}, "65 tokens in bfloat16 are more than 64"),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_experts(name: str) -> None:
+    good = shared.SharedExpert.of(GOOD, "cpu", spread=False, tokens=None)
+    allowed, refused, words = SHARED[name]
+    assert judge(good, shared.CHECKS).ok
+    assert judge(dataclasses.replace(good, **allowed), shared.CHECKS).ok
+    verdict = judge(dataclasses.replace(good, **refused), shared.CHECKS)
+    assert verdict.check == name
+    assert words in verdict.reason
+    assert set(SHARED) == {check.name for check in shared.CHECKS}
+
+
+def test_a_shared_expert_is_judged_by_its_target_first() -> None:
+    assert decide_shared(GOOD, target="cpu", spread=False, tokens=1).ok
+    wrong = dataclasses.replace(GOOD, device="cuda:0")
+    assert decide_shared(wrong, target="cpu", spread=True, tokens=1).check == "device"
+    wide = dataclasses.replace(GOOD, x_dtype=torch.float32, expert_dtype=torch.float32)
+    assert decide_shared(wide, target="cpu", spread=False, tokens=4096).ok

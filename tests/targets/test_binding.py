@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moefuse import targets
 from moefuse.ops import kernels
 from moefuse.ops.kernels import register_kernel
-from moefuse.targets.cpu import build, isa, kernel
+from moefuse.policy.shared import MOST_TOKENS
+from moefuse.targets.cpu import build, isa, kernel, torch_kernel
 from moefuse.targets.cpu.binding import BINDING
 from tests.ops.moe_loop import layers, make_layer
 
@@ -291,3 +292,18 @@ def test_without_the_binding_every_call_goes_through_python(counted) -> None:
     finally:
         BINDING.enable(True)
     assert len(counted) == 2
+
+
+def test_many_tokens_of_one_bfloat16_expert_are_dense_products(monkeypatch) -> None:
+    """oneDNN's, which are faster: from the same number on in the policy, in Python and in C++."""
+    dense, right = [], torch_kernel.run
+    monkeypatch.setattr(torch_kernel, "run", lambda *args: dense.append(len(args[0].x)) or right(*args))
+    weights = [torch.randn(1, 8, 8).bfloat16()]
+    options = {"num_experts": 1, "gate_up": "none", "activation": "relu", "target": "cpu"}
+    for tokens in (MOST_TOKENS, MOST_TOKENS, MOST_TOKENS + 1, MOST_TOKENS + 1, MOST_TOKENS):
+        x, ids = torch.randn(tokens, 8).bfloat16(), torch.zeros(tokens, 1, dtype=torch.int64)
+        args = (None, x, ids, torch.ones(tokens, 1), weights, weights, [], [])
+        y = torch.ops.moefuse.mega_moe(*args, **options)[0]
+        wanted = torch.relu(x @ weights[0][0].t()) @ weights[0][0].t()
+        torch.testing.assert_close(y, wanted)
+    assert dense == [MOST_TOKENS + 1] * 2

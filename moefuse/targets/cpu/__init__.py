@@ -23,16 +23,6 @@ def _is_dense(operands: Operands, options: Options) -> bool:
     return options.num_experts == 1 and x.dtype == torch.bfloat16 and x.shape[0] > MOST_DENSE_TOKENS
 
 
-MOST_DENSE_TOKENS = 64
-"""As policy/shared.py says. Also in native/binding.cpp."""
-
-
-def _is_dense(operands: Operands, options: Options) -> bool:
-    """One expert and many tokens: dense products, of which oneDNN's are the faster ones in bfloat16."""
-    x = operands.x
-    return options.num_experts == 1 and x.dtype == torch.bfloat16 and x.shape[0] > MOST_DENSE_TOKENS
-
-
 class CpuTarget(Target):
     """See the module text."""
 
