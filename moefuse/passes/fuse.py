@@ -159,8 +159,11 @@ def _call(emitter: Emitter, site: Site, target: str, context: str) -> Node:
     x = emitter.tensor(layer.x, (layer.tokens, layer.hidden))
     ids = emitter.tensor(layer.ids, slots)
     if not isinstance(ids, Node):  # every token goes to this one expert
-        every = emitter.shape([group_size(group) for group in slots], infer=False)
-        ids = emitter.call(aten.new_full.default, x, every, int(ids), dtype=torch.int64)
+        tokens = value(x).shape[0]
+        rows = tokens if isinstance(tokens, int) else emitter.call(aten.sym_size.int, x, 0)
+        ids = emitter.call(
+            aten.new_full.default, x, [rows, group_size(layer.slots)], int(ids), dtype=torch.int64
+        )
     if value(ids).dtype not in (torch.int32, torch.int64):
         ids = emitter.call(aten._to_copy.default, ids, dtype=torch.int64)
     if layer.first:

@@ -144,3 +144,18 @@ def test_gradients_are_the_models_own() -> None:
     for a, b in zip([x.grad, *(p.grad for p in model.parameters())], wanted, strict=True):
         torch.testing.assert_close(a, b)
     assert moefuse.reports()[-1].sites[0].shared[0].check == "shared_training"
+
+
+def test_several_symbolic_sizes() -> None:
+    """A batch and a length: as many ids as rows."""
+
+    class Batched(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            weights, ids = self.router(x.view(-1, H)).float().softmax(-1).topk(K)
+            return self.experts(x.view(-1, H), ids, weights.to(x.dtype)).view(x.shape) + self.shared_expert(x)
+
+    model = Batched().bfloat16().requires_grad_(False)
+    graph = capture_graph(model, (rows(6).view(2, 3, H),), dynamic={0: [0, 1]})
+    outcome = compare.rewrite_and_compare(graph.graph_module, graph.inputs, expect_fused=1)
+    assert [expert.fused for expert in outcome.report.sites[0].shared] == [True]
+    compare.rewrite_and_compare(graph.graph_module, (*graph.inputs[:-1], rows(20).view(4, 5, H)))
