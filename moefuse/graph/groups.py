@@ -3,6 +3,7 @@
 In: a name, as `_c10d_functional` operators carry it, or a group. Out: the group, its size and this process's rank.
 """
 
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,10 @@ class Place(NamedTuple):
 
 
 def group_of(name: object) -> Any:
-    """The process group of that name; None for a name of no group that this process is in."""
+    """The process group of that name; None for a name of no group that this process is in.
+
+    Ascend's operators name a group as HCCL does: that is found, too, once the group's communicator is made.
+    """
     if not isinstance(name, str) or not torch.distributed.is_available():
         return None
     if not torch.distributed.is_initialized():
@@ -27,16 +31,32 @@ def group_of(name: object) -> Any:
     try:
         return resolve(name)
     except (LookupError, RuntimeError, ValueError):
+        return _of_hccl(name)
+
+
+def _of_hccl(name: str) -> Any:
+    """The group of which HCCL's communicator has that name."""
+    if not name or "torch_npu" not in sys.modules:
         return None
+    world: Any = torch.distributed.distributed_c10d._world
+    return next((group for group in world.pg_map if _hccl_name(group) == name), None)
+
+
+def _hccl_name(group: Any) -> str:
+    try:
+        backend = group._get_backend(torch.device("npu"))
+        return str(backend.get_hccl_comm_name(torch.distributed.get_rank(), init_comm=False))
+    except (AttributeError, RuntimeError):  # a group without NPUs
+        return ""
 
 
 def place_in(name: object) -> Place | None:
-    """The place in the group of that name; None where this process is in no such group."""
+    """The place in the group of that name, by torch's own name for it; None where this process is in no such group."""
     group = group_of(name)
     if group is None:
         return None
     live = torch.distributed.get_backend(group) != "fake"
-    return Place(str(name), group.size(), group.rank(), live)
+    return Place(str(group.group_name), group.size(), group.rank(), live)
 
 
 def name_of(group: Any) -> str | None:

@@ -109,9 +109,10 @@ def test_captured_once_and_replayed_a_hundred_times(uniform: bool, listed: bool)
         close_npu_contexts()
 
 
-def test_other_token_counts_are_captured_without_another_compile() -> None:
+@pytest.mark.parametrize("uniform", [True, False])
+def test_other_token_counts_are_captured_without_another_compile(uniform: bool) -> None:
     with vendor(on_streams=True):
-        model = Layers(1, uniform_tokens=True, device="npu").eval()
+        model = Layers(1, uniform, device="npu").eval()
         run, graphs = npugraph_ex(model)
         for tokens in (6, 3, 6, 16, 3):
             x = torch.randn(tokens, H).bfloat16().npu()

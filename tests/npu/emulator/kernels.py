@@ -33,6 +33,7 @@ ND, NZ = 2, 29
 _kernels: list[Callable[[], None]] = []
 _libraries: list[torch.library.Library] = []
 _failures: list[BaseException] = []
+_runtimes: list[ctypes.CDLL] = []
 
 
 def _run(number: int) -> None:
@@ -50,24 +51,25 @@ def install(runtime: Path) -> None:
     library = ctypes.CDLL(str(runtime))
     library.emulated_set_hook(_HOOK)
     library.emulated_launch.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    _runtimes.append(library)
     for namespace, names in (("aten", ATEN), ("npu", NPU)):
         for name in names.split():
-            _override(f"{namespace}::{name}", library)
+            _override(f"{namespace}::{name}")
     fragment = torch.library.Library("npu", "IMPL")
     _libraries.append(fragment)
-    fragment.impl("npu_format_cast", _format_cast(library), "PrivateUse1", allow_override=True)
+    fragment.impl("npu_format_cast", _format_cast, "PrivateUse1", allow_override=True)
 
 
-def _override(name: str, library: ctypes.CDLL) -> None:
+def _override(name: str) -> None:
     namespace, _, rest = name.partition("::")
     base, _, overload = rest.partition(".")
     operator = getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
     fragment = torch.library.Library(namespace, "IMPL")
     _libraries.append(fragment)  # an override ends with its library
-    fragment.impl(rest, _kernel(operator, library), "PrivateUse1", allow_override=True)
+    fragment.impl(rest, _kernel(operator), "PrivateUse1", allow_override=True)
 
 
-def _kernel(operator: Any, library: ctypes.CDLL) -> Callable[..., Any]:
+def _kernel(operator: Any) -> Callable[..., Any]:
     mutable = [
         argument.alias_info is not None and argument.alias_info.is_write
         for argument in operator._schema.arguments
@@ -89,46 +91,42 @@ def _kernel(operator: Any, library: ctypes.CDLL) -> Callable[..., Any]:
                 for out, value in zip(pytree.tree_leaves(into), pytree.tree_leaves(made), strict=True):
                     out.copy_(value)
 
-        _launch(library, compute)
+        launch(compute)
         return results
 
     return run
 
 
-def _launch(library: ctypes.CDLL, compute: Callable[[], None]) -> None:
-    """On the current stream: at once, or at each replay of the graph that is captured."""
+def launch(compute: Callable[[], None]) -> None:
+    """Run something on the current stream: at once, or at each replay of the graph that is captured."""
     _kernels.append(compute)
     stream = torch.npu.current_stream().npu_stream
-    assert library.emulated_launch(stream, len(_kernels) - 1) == 0
+    assert _runtimes[0].emulated_launch(stream, len(_kernels) - 1) == 0
     if _failures:
         raise _failures.pop()
 
 
-def _format_cast(library: ctypes.CDLL) -> Callable[..., Tensor]:
+def _format_cast(
+    tensor: Tensor, acl_format: int, *, customize_dtype: Any = None, input_dtype: Any = None
+) -> Tensor:
     """npu_format_cast to FRACTAL_NZ and back to plain memory, of matrices that need no padding."""
+    import torch_npu
 
-    def cast(
-        tensor: Tensor, acl_format: int, *, customize_dtype: Any = None, input_dtype: Any = None
-    ) -> Tensor:
-        import torch_npu
+    have = int(torch_npu.get_npu_format(tensor))
+    given = (tuple(tensor.shape), tensor.dtype, tensor.device)
+    allowed = torch_npu._C._npu_getOption("ALLOW_INTERNAL_FORMAT") == b"enable"
+    becomes = acl_format if allowed else ND
+    made = torch_npu.empty_with_format(given[0], dtype=given[1], device=given[2], acl_format=becomes)
+    if not {have, becomes} <= {ND, NZ} or have == becomes == NZ:
+        raise NotImplementedError(f"emulated npu_format_cast from format {have} to {becomes}")
+    change: Callable[[Tensor], Tensor] = plain if have == NZ else tiled if becomes == NZ else Tensor.clone
+    into, source = host_view(made), host_view(tensor)
 
-        have = int(torch_npu.get_npu_format(tensor))
-        given = (tuple(tensor.shape), tensor.dtype, tensor.device)
-        allowed = torch_npu._C._npu_getOption("ALLOW_INTERNAL_FORMAT") == b"enable"
-        becomes = acl_format if allowed else ND
-        made = torch_npu.empty_with_format(given[0], dtype=given[1], device=given[2], acl_format=becomes)
-        if not {have, becomes} <= {ND, NZ} or have == becomes == NZ:
-            raise NotImplementedError(f"emulated npu_format_cast from format {have} to {becomes}")
-        change: Callable[[Tensor], Tensor] = plain if have == NZ else tiled if becomes == NZ else Tensor.clone
-        into, source = host_view(made), host_view(tensor)
+    def compute() -> None:
+        into.copy_(change(source))
 
-        def compute() -> None:
-            into.copy_(change(source))
-
-        _launch(library, compute)
-        return made
-
-    return cast
+    launch(compute)
+    return made
 
 
 def tiled(matrices: Tensor) -> Tensor:

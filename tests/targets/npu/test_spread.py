@@ -69,12 +69,15 @@ class Layer(nn.Module):
     def exchange(self, rows: Tensor, received: Any, sent: Any) -> Tensor:
         return funcol.all_to_all_single(rows, received, sent, torch.distributed.group.WORLD)
 
+    def counted(self, ranks: Tensor) -> Tensor:
+        return functional.one_hot(ranks, W).sum(0)
+
     def forward(self, x: Tensor) -> Tensor:
         weights, ids = (x.float() @ self.gate).softmax(-1).topk(K, -1)
         flat = ids.flatten()
         order = flat.argsort(stable=True)
         experts = flat[order]
-        counts = functional.one_hot(experts // (E // W), W).sum(0)
+        counts = self.counted(experts // (E // W))
         sent, received = counts.tolist(), self.exchange(counts, None, None).tolist()
         here = self.exchange(experts, received, sent) % (E // W)
         rows = self.exchange(x[order // K], received, sent)
@@ -82,7 +85,7 @@ class Layer(nn.Module):
         gate, up = torch.bmm(rows.unsqueeze(1), self.w1[here]).squeeze(1).chunk(2, -1)
         rows = torch.bmm((functional.silu(gate) * up).unsqueeze(1), w2[here]).squeeze(1)
         rows = self.exchange(rows, sent, received) * weights.to(x.dtype).flatten()[order, None]
-        return rows[order.argsort()].view(-1, K, H).sum(1)
+        return torch.zeros_like(x).index_add(0, order // K, rows)
 
 
 class _Enough(Exception):
