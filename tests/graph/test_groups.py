@@ -6,6 +6,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from moefuse.graph.groups import group_of, place_in
@@ -42,6 +43,7 @@ def test_a_group_by_the_name_that_hccl_gives_it(group: Any, monkeypatch: pytest.
     monkeypatch.setattr(type(world), "pg_map", property(lambda _: groups))
     assert group_of("10.0.0.1%lo_60000_0_1") is None  # nobody has an NPU
     monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
+    monkeypatch.setattr(torch, "device", lambda name: name)  # torch knows of no NPUs here
     assert group_of("10.0.0.1%lo_60000_0_1") is with_npus
     assert group_of("another") is None
     assert group_of("") is None
