@@ -39,7 +39,7 @@ def test_a_group_by_the_name_that_hccl_gives_it(group: Any, monkeypatch: pytest.
     world: Any = dist.distributed_c10d._world
     with_npus: Any = ModuleType("a group")
     with_npus._get_backend = lambda _: backend
-    groups = dict.fromkeys([group, with_npus], (None, None))
+    groups = dict.fromkeys([ModuleType("without"), with_npus], (None, None))
     monkeypatch.setattr(type(world), "pg_map", property(lambda _: groups))
     assert group_of("10.0.0.1%lo_60000_0_1") is None  # nobody has an NPU
     monkeypatch.setitem(sys.modules, "torch_npu", ModuleType("torch_npu"))
