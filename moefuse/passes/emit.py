@@ -45,6 +45,9 @@ INHERITED_META = (
 )
 """What a new node takes over from the node that it stands for."""
 
+STAND_IN = "moefuse_stand_in"
+"""Under this name a replaced node's meta has the node that replaced it: facts made before still name the old one."""
+
 
 class Emitter:
     """Adds nodes before `anchor`. Every new node carries a fake value and the anchor's place in the model."""
@@ -57,6 +60,7 @@ class Emitter:
 
     def call(self, target: Any, /, *args: Any, **kwargs: Any) -> Node:
         """One call node, with its fake value."""
+        args, kwargs = torch.fx.map_arg((args, kwargs), lambda node: node.meta.get(STAND_IN, node))
         with self.graph.inserting_before(self.anchor):
             node = self.graph.call_function(target, args, kwargs)
         self.made.append(node)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from moefuse.graph import sizes
 from moefuse.ops.spec import MoeSpec
 from moefuse.passes.counts import Counts
-from moefuse.passes.emit import Emitter
+from moefuse.passes.emit import STAND_IN, Emitter
 from moefuse.patterns.facts import Axis, Conflict, Dims, Expr, Leaf, group_size
 from moefuse.patterns.layer_quant import LayerQuant
 from moefuse.patterns.pointwise import walk
@@ -30,18 +30,19 @@ def fuse_site(graph: Graph, site: Site, target: str, context: str = "") -> tuple
     """Replace the site's node by a mega_moe call bound to `target`; returns the call and the node that stands for it.
 
     context: the name of the communication context, for a site whose experts are spread over several ranks. Raises
-    Conflict, with the graph unchanged, where an operand can't be expressed.
+    Conflict, with the graph's meaning unchanged, where an operand can't be expressed.
     """
     emitter = Emitter(graph, site.node, [leaf.node for leaf in operand_leaves(site)])
     try:
         call, result = _emit(emitter, site, target, context)
+        counts = Counts(site)
+        _resize(graph, site, counts)
     except Conflict:
         emitter.discard()
         raise
-    counts = Counts(site)
-    _resize(graph, site, counts)
     _drop_size_asserts(graph, counts)
     site.node.replace_all_uses_with(result)
+    site.node.meta[STAND_IN] = result
     return call, result
 
 

@@ -50,7 +50,8 @@ def find(graph: Graph, parameters: frozenset[str], lifted: Lifted | None = None)
     """
     lifted = lifted or lift(graph)
     found = [Candidate(common_layer([*site.gemms, site.node]), site.node, site) for site in lifted.sites]
-    taken = {gemm for site in lifted.sites for gemm in site.gemms}
+    beside = [expert for site in lifted.sites for expert in site.shared if isinstance(expert, Site)]
+    taken = {gemm for site in (*lifted.sites, *beside) for gemm in site.gemms}
     groups: dict[str, list[Node]] = {}
     for node in graph.nodes:
         if node not in taken and (_expert_like(node, lifted, parameters) or _lost_choice(node, lifted)):

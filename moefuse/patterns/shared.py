@@ -39,6 +39,8 @@ CARRIES = frozenset(
 PRODUCTS = frozenset(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm"))
 MOST_NODES = 64
 """Between the token rows and the sum; a gated FFN has some 20."""
+MOST_LEAVES = 256
+"""Of an FFN's expression with each tensor named as often as it is read; a gated FFN has some 20."""
 
 
 def beside(lift: Lifting, site: Site, others: Collection[Node]) -> tuple[Site | Strange, ...]:
@@ -107,7 +109,16 @@ def _expert(lift: Lifting, root: Node, between: Collection[Node]) -> Site:
     """
     dims = _dims(root, between)
     tokens = {axis for group in dims[:-1] for axis in group_axes(group)}
-    body = lift.expand(Leaf(root, dims), lambda leaf: leaf.node in between and not leaf.axes <= tokens)
+    met = 0
+
+    def inside(leaf: Leaf) -> bool:
+        nonlocal met
+        met += 1
+        if met > MOST_LEAVES:  # h = h * f(h) doubles what is opened with each step
+            raise Conflict(f"its expression has more than {MOST_LEAVES} tensors")
+        return leaf.node in between and not leaf.axes <= tokens
+
+    body = lift.expand(Leaf(root, dims), inside)
     return Site(root, dims, describe(lift, body, (), dims, Const(0.0)))
 
 

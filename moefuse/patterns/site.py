@@ -115,7 +115,7 @@ def _spec(site: Site) -> MoeSpec:
         device=val.device.type,
         x_dtype=dtype_of(layer.x),
         expert_dtype=dtypes.pop(),
-        router_dtype=product_dtype(layer.weights, val.dtype),
+        router_dtype=product_dtype(layer.weights, torch.promote_types(val.dtype, torch.float32)),
         output_dtype=val.dtype,
         product_dtype=None if site.terms in (torch.float32, torch.float64) else site.terms,
         gate_up=layer.gate_up,

@@ -1,6 +1,6 @@
 """Shared experts beside a fused layer: a node of their own, or left exactly as they were, and the report says why."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -18,6 +18,8 @@ from moefuse.testing.capture import Captured, capture_graph
 from tests.patterns.spelling import E, H, I, K, gathered
 
 J = 40
+IDS = torch.tensor([[0, 1]] * 6)
+ONES = torch.ones(6, K)
 FLOATS = (torch.bfloat16, torch.float32)
 
 
@@ -159,3 +161,72 @@ def test_several_symbolic_sizes() -> None:
     outcome = compare.rewrite_and_compare(graph.graph_module, graph.inputs, expect_fused=1)
     assert [expert.fused for expert in outcome.report.sites[0].shared] == [True]
     compare.rewrite_and_compare(graph.graph_module, (*graph.inputs[:-1], rows(20).view(4, 5, H)))
+
+
+class Two(nn.Module):
+    """Two layers of the same rows, and a function of both and a dense FFN of these rows."""
+
+    def __init__(self, add: Callable[["Two", Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = Block(), Block()
+        self.dense = Mlp()
+        self.add = add
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.add(self, x)
+
+
+def crossed(m: Two, x: Tensor) -> Tensor:
+    """The dense rows are read by an earlier layer than the one beside which they are added."""
+    dense = m.dense(x)
+    return m.first.experts(dense, IDS, ONES) + m.second(x) + dense
+
+
+ORDERS: dict[str, Callable[[Two, Tensor], Tensor]] = {
+    "a shared expert's": crossed,
+    "a layer's": lambda m, x: m.second(m.first(x)),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_what_another_rewrite_replaced_is_read_in_its_new_form(order: str) -> None:
+    model, x = Two(ORDERS[order]).requires_grad_(False), rows(6, torch.float32)
+    got = torch.compile(model, backend="moefuse", options={"mode": "on", "inner": "eager"})(x)
+    torch.testing.assert_close(got, model(x), rtol=1e-5, atol=1e-5)  # sums in another order
+    fused = [expert.fused for site in moefuse.reports()[-1].sites for expert in site.shared]
+    assert fused.count(True) == 2
+
+
+def test_stacked_weights_of_one_expert_are_no_layer_of_their_own() -> None:
+    """A product of a batch of one looks like a MoE layer's, which mode "on" would demand to be fused."""
+
+    class Stacked(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            weights, ids = self.router(x).softmax(-1).topk(K)
+            hidden = functional.silu(torch.bmm(x[None], self.gate)) * torch.bmm(x[None], self.up)
+            return self.experts(x, ids, weights) + torch.bmm(hidden, self.down)[0]
+
+    model, x = Stacked(), rows(6, torch.float32)
+    model.gate, model.up = (nn.Parameter(torch.randn(1, H, J) / H**0.5) for _ in range(2))
+    model.down = nn.Parameter(torch.randn(1, J, H) / J**0.5)
+    model.requires_grad_(False)
+    got = torch.compile(model, backend="moefuse", options={"mode": "on", "inner": "eager"})(x)
+    torch.testing.assert_close(got, model(x), rtol=1e-5, atol=1e-5)  # sums in another order
+    assert [[expert.fused for expert in site.shared] for site in moefuse.reports()[-1].sites] == [[True]]
+
+
+def test_a_constant_weight_is_not_rounded() -> None:
+    """1.0039 is 1.0 or 1.0078 in bfloat16; a product by it is one of float32."""
+
+    class Scaled(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            weights, ids = self.router(x).float().softmax(-1).topk(K)
+            return self.experts(x, ids, weights.to(x.dtype)) + 1.0039 * self.shared_expert(x)
+
+    graph = capture_graph(Scaled().bfloat16().requires_grad_(False), (rows(50),))
+    outcome = compare.rewrite_and_compare(graph.graph_module, graph.inputs, expect_fused=1)
+    (expert,) = outcome.report.sites[0].shared
+    assert expert.fused
+    assert expert.spec is not None
+    assert expert.spec.router_dtype == torch.float32

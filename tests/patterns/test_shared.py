@@ -1,5 +1,6 @@
 """Shared experts are found by what they compute, and nothing else beside a layer is taken for one."""
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -199,6 +200,11 @@ LEFT: dict[str, tuple[Function, str, str]] = {
         lambda m, x: functional.rms_norm(functional.silu(x @ m.gate.t()), (J,)) @ m.down.t(),
         "escape",
         "`_to_copy_1` is also read by `pow_1`",
+    ),
+    "what doubles with each step": (
+        lambda m, x: functools.reduce(lambda h, _: h * torch.sigmoid(h), range(12), x @ m.gate.t()) @ m.down.t(),
+        "lift",
+        "more than 256 tensors",
     ),
     "a scatter": (
         lambda m, x: m.dense(x).scatter(1, torch.zeros(T, 1, dtype=torch.int64), 1.0),
