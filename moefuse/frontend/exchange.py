@@ -24,6 +24,7 @@ from moefuse.frontend.source import RefusedError, build, read
 log = logging.getLogger("moefuse")
 
 _HOME, _CLASS = "transformers.distributed.expert_parallel", "AllToAllEP"
+_STRAIGHT = "_moefuse_straight"
 _ROW_WISE = ("eager", "grouped_mm", "batched_mm")
 """transformers' experts implementations of plain torch operators, none of which minds having no rows."""
 
@@ -61,6 +62,8 @@ class Exchanges:
     def _change(self) -> None:
         for exchange in self._found:
             kind = type(exchange)
+            if _STRAIGHT in vars(kind):
+                continue  # by another compiled model around this one
             if (straight := _straightened(kind)) is not None:  # type: ignore[arg-type]  # types are hashable
                 exchange.__class__ = straight
                 self._changed.append((exchange, kind))
@@ -99,7 +102,8 @@ def _straightened(kind: type) -> type | None:
         plain = torch.is_grad_enabled() or not torch.compiler.is_compiling()
         return written(self, *args, **kwargs) if plain else straight(self, *args, **kwargs)
 
-    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+    own = {"__call__": call, "__module__": kind.__module__, _STRAIGHT: True}
+    return type(kind.__name__, (kind,), own)
 
 
 def _without_branch(definition: ast.FunctionDef) -> ast.FunctionDef:

@@ -6,6 +6,7 @@ row came: a sort by expert, without a sort.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -153,7 +154,7 @@ def _came_at(expr: Expr, rows: Group) -> Group | None:
     A rank's only expert has its runs where they came: there is nothing to move.
     """
     arrived = arrival(rows)
-    terms: dict[Expr, int] = {}
+    terms: dict[Any, int] = {}
     _collect(expr, 1, terms)
     here = {term: factor for term, factor in terms.items() if factor}
     if arrived is None or not all(_is_of(term, rows, arrived) for term in here):
@@ -167,14 +168,14 @@ def _came_at(expr: Expr, rows: Group) -> Group | None:
     return (arrived,) if moves and made else None
 
 
-def _is_of(term: Expr, rows: Group, arrived: Arrived) -> bool:
+def _is_of(term: Any, rows: Group, arrived: Arrived) -> bool:
     same = isinstance(term, Begin) and (term.ids.node, term.ranks) == (arrived.ids, arrived.ranks)
     return same or term == Pos(rows)
 
 
-def _collect(expr: Expr, factor: int, terms: dict[Expr, int]) -> None:
+def _collect(expr: Any, factor: int, terms: dict[Any, int]) -> None:
     """Add up how often each place and begin is counted."""
-    if not isinstance(expr, Op):
+    if not isinstance(expr, Op) or expr.target not in _ADDITIVE or expr.kwargs:
         terms[expr] = terms.get(expr, 0) + factor
         return
     left, right = expr.args

@@ -148,9 +148,9 @@ def test_layers_of_one_class_are_agreed_on_one_by_one() -> None:
     assert {*first, *second} == {(True, 2), (True, 3)}
 
 
-def replaced(rank: int, world: int, form: Any) -> tuple[Any, ...]:
+def replaced(rank: int, world: int) -> tuple[Any, ...]:
     """Experts twice on the ranks, moved to other places between steps: the same graph, the same context."""
-    model, whole = form(rank, world, replicas=True), alone()
+    model, whole = ByExpert(rank, world, replicas=True), alone()
     run = compiled(model)
     seen: list[int] = []
     for step, counts in enumerate([(7, 5), (4, 6), (5, 5)]):
@@ -162,16 +162,15 @@ def replaced(rank: int, world: int, form: Any) -> tuple[Any, ...]:
                     model.homes[expert] = home
                     for part, each in ((model.w1, whole.w1), (model.w2, whole.w2)):
                         part[torch.isin(own, home)] = each[expert]
-        check(run, whole, rank, counts, step, **BFLOAT16.get(form, {}))
+        check(run, whole, rank, counts, step)
         seen.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     (site,) = {site.layer: site for report in moefuse.reports() for site in report.sites}.values()
     return site.fused, site.spec.num_experts, site.spec.ids_checked, len(set(seen)), len(contexts())
 
 
-@pytest.mark.parametrize("form", [ByExpert, ByRuns])
-def test_experts_that_move_between_steps(form) -> None:
+def test_experts_that_move_between_steps() -> None:
     """Redundant experts: ids name places, and the table of places is data, as the weights are."""
-    assert values(run_ranks(2, replaced, form)) == [(True, 2 * E, False, 1, 1)] * 2
+    assert values(run_ranks(2, replaced)) == [(True, 2 * E, False, 1, 1)] * 2
 
 
 def data_and_experts(rank: int, world: int) -> tuple[Any, ...]:

@@ -243,6 +243,17 @@ class OtherRun(ByRuns):
         return begins[other] + torch.arange(run.shape[0]) - (lengths.cumsum(0) - lengths)[run]
 
 
+class OtherArithmetic(ByRuns):
+    """Begins that are negated, doubled and shifted."""
+
+    def places(self, here: Tensor) -> Tensor:
+        begins = (here.cumsum(0) - here).view(self.world, -1).t().reshape(-1)
+        lengths = here.view(self.world, -1).t().reshape(-1)
+        run = torch.arange(E).repeat_interleave(lengths)
+        back = (-(lengths.cumsum(0) - lengths)[run]).clamp(-5, None) * 2 + 1
+        return begins[run] + torch.arange(run.shape[0]) + back
+
+
 class TwosAdded(ByRuns):
     def exchange(self, rows: Tensor, received: Any, sent: Any) -> Tensor:
         return super().exchange(rows * 2 if received is None else rows, received, sent)
@@ -265,6 +276,7 @@ WRONG: dict[type[Block], str] = {
     RunsTwiceTurned: "taken by the inverse permutation",
     RunEnds: "not in the order of a sort by expert",
     OtherRun: "not in the order of a sort by expert",
+    OtherArithmetic: "not in the order of a sort by expert",
     TwosAdded: "isn't proved to be what each rank said it sends",
 }
 
