@@ -1,4 +1,4 @@
-"""May this layer become one aclnnMegaMoe on an Ascend machine?
+"""May this layer become one aclnnMegaMoe, or dispatch_ffn_combine, on an Ascend machine?
 
 In: a `MoeSpec` and the `Conditions` of the machine and the engine, together an `NpuLayer`. Out: a `Verdict`. All of it
 is equal on every rank and for every batch: the type has no field for what only one rank knows (its token count, its
@@ -13,8 +13,17 @@ import torch
 
 from moefuse.ops.spec import MoeSpec
 from moefuse.policy.check import Check, Verdict, judge
-from moefuse.policy.npu_buffer import MIB, Traffic, required_bytes
-from moefuse.policy.npu_limits import Limits, Scheme, family_of, limits, rows, schemes
+from moefuse.policy.npu_buffer import MIB, Traffic, combine_bytes, required_bytes
+from moefuse.policy.npu_limits import (
+    COMBINE,
+    Limits,
+    Scheme,
+    family_of,
+    limits,
+    operator_of,
+    rows,
+    schemes,
+)
 
 Mode = Literal["off", "auto", "on"]
 
@@ -27,7 +36,8 @@ class NotAllowedError(RuntimeError):
 class Conditions:
     """What the layer runs in. Every value must be the same on all ranks of the expert-parallel group.
 
-    soc: the device's name, as it reports it. revision: of the installed operator (R0, R1, ...), "" if unidentified.
+    soc: the device's name, as it reports it. revision: of the installed operator (R0, R1, ..., or
+        "dispatch_ffn_combine"), "" if unidentified.
     scheme: how the weights are quantised (none, w8a8, w4a8, mxfp8, mxfp4); weight_format: ND or FRACTAL_NZ.
     num_max_tokens_per_rank: the true maximum of any rank's token count. max_recv_token_num: rows that a rank can
     receive, 0 for the worst case. hccl_buffer_bytes: HCCL_BUFFSIZE of the group, in bytes.
@@ -69,6 +79,11 @@ class NpuLayer(MoeSpec):
     def family(self) -> str:
         """A2, A3 or A5; "" for an unknown device."""
         return family_of(self.conditions.soc)
+
+    @property
+    def operator(self) -> str:
+        """The operator that is asked for."""
+        return operator_of(self.conditions.revision)
 
     @property
     def traffic(self) -> Traffic:
@@ -118,7 +133,8 @@ def resolve(mode: Mode, verdict: Verdict, *, collectives_started: bool = False) 
 
 
 def _check(name: str, reads: tuple[str, ...], test: Any) -> Check:
-    return Check(name, reads, test, subject=NpuLayer)
+    # every reason names the operator, which the conditions tell
+    return Check(name, tuple(dict.fromkeys((*reads, "conditions"))), test, subject=NpuLayer)
 
 
 def _soc(layer: NpuLayer) -> str:
@@ -130,13 +146,13 @@ def _soc(layer: NpuLayer) -> str:
 def _revision(layer: NpuLayer) -> str:
     revision = layer.conditions.revision
     if not revision:
-        return "the revision of the installed aclnnMegaMoe could not be identified: its argument list is not known"
+        return f"the revision of the installed {layer.operator} could not be identified: its argument list is not known"
     if limits(revision, layer.family) is not None:
         return ""
-    known = sorted({row.revision for row in rows() if layer.family in row.families})
-    return (
-        f"the limits of aclnnMegaMoe {revision} on {layer.family} are not known; known are {', '.join(known)}"
+    known = sorted(
+        {row.revision for row in rows() if layer.family in row.families and row.operator == layer.operator}
     )
+    return f"the limits of {layer.operator} {revision} on {layer.family} are not known; known are {', '.join(known)}"
 
 
 _TRAFFIC = ("ep_world_size", "num_experts", "top_k", "hidden")
@@ -153,25 +169,26 @@ def checks_of_row(row: Limits) -> tuple[Check, ...]:
 
         def test(layer: NpuLayer) -> str:
             got = value(layer)
-            return "" if got in limit else f"{name.replace('_', ' ')} {got}: aclnnMegaMoe takes {limit}"
+            return "" if got in limit else f"{name.replace('_', ' ')} {got}: {layer.operator} takes {limit}"
 
         return _check(name, reads, test)
 
     def activation(layer: NpuLayer) -> str:
+        if layer.activation_params and not row.clamps:
+            numbers = ", ".join(f"{number:g}" for number in layer.activation_params)
+            return f"activation {layer.activation} with {numbers}: {layer.operator} takes none of its numbers"
         if layer.activation in row.activations:
             return ""
-        return (
-            f"activation {layer.activation}: aclnnMegaMoe {row.revision} takes {', '.join(row.activations)}"
-        )
+        return f"activation {layer.activation}: {row.title} takes {', '.join(row.activations)}"
 
     def scheme(layer: NpuLayer) -> str:
         if layer.quant not in ("none", layer.conditions.scheme):
             return f"the experts are quantised as {layer.quant}, the conditions say {layer.conditions.scheme}"
         if layer.has_weight_offsets:
-            return "the experts' weights have offsets; aclnnMegaMoe takes scales alone"
+            return f"the experts' weights have offsets; {layer.operator} takes scales alone"
         if layer.conditions.scheme in row.schemes:
             return ""
-        return f"quantisation {layer.conditions.scheme}: aclnnMegaMoe takes {', '.join(row.schemes)} here"
+        return f"quantisation {layer.conditions.scheme}: {layer.operator} takes {', '.join(row.schemes)} here"
 
     return (
         within("ep_world_size", ("ep_world_size",), lambda s: s.ep_world_size),
@@ -186,7 +203,7 @@ def checks_of_row(row: Limits) -> tuple[Check, ...]:
         within("hidden", ("hidden",), lambda s: s.hidden),
         within("intermediate", ("intermediate",), lambda s: s.intermediate),
         _check("out_features", ("hidden", "out_features"), _out_features),
-        _check("activation", ("activation",), activation),
+        _check("activation", ("activation", "activation_params"), activation),
         _check("layout", ("gate_up", "weight_position"), _layout),
         _check("row_norm", ("row_norm",), _row_norm),
         _check("identity", ("num_identity_experts",), _identity),
@@ -227,28 +244,30 @@ def _experts_divide(layer: NpuLayer) -> str:
 def _out_features(layer: NpuLayer) -> str:
     if layer.out_features == layer.hidden:
         return ""
-    return (
-        f"the experts turn {layer.hidden} features into {layer.out_features}; aclnnMegaMoe keeps their number"
-    )
+    return f"the experts turn {layer.hidden} features into {layer.out_features}; {layer.operator} keeps their number"
 
 
 def _layout(layer: NpuLayer) -> str:
     if layer.gate_up != "concat":
-        return f"gate_up={layer.gate_up!r}: aclnnMegaMoe reads the gate in the first half of the first weight"
+        return f"gate_up={layer.gate_up!r}: {layer.operator} reads the gate in the first half of the first weight"
     if layer.weight_position != "output":
-        return f"the routing weight multiplies at the {layer.weight_position}, aclnnMegaMoe's at the output"
+        return (
+            f"the routing weight multiplies at the {layer.weight_position}, {layer.operator}'s at the output"
+        )
     return ""
 
 
 def _row_norm(layer: NpuLayer) -> str:
     return (
-        "" if layer.row_norm == "none" else "the experts' rows are normalised; aclnnMegaMoe doesn't do that"
+        ""
+        if layer.row_norm == "none"
+        else f"the experts' rows are normalised; {layer.operator} doesn't do that"
     )
 
 
 def _identity(layer: NpuLayer) -> str:
     count = layer.num_identity_experts
-    return f"{count} identity experts: every expert of aclnnMegaMoe has weights" if count else ""
+    return f"{count} identity experts: every expert of {layer.operator} has weights" if count else ""
 
 
 def _weight_dtype(layer: NpuLayer) -> str:
@@ -265,8 +284,8 @@ def _weight_format(layer: NpuLayer) -> str:
     if scheme is None or lies == scheme.weight_format or layer.conditions.copy_weights:
         return ""
     return (
-        f"weights lie in {lies} format; aclnnMegaMoe takes {scheme.weight_format} here: cast them, or allow copies of "
-        f"up to {_copied(layer)} MB per rank (copy_weights)"
+        f"weights lie in {lies} format; {layer.operator} takes {scheme.weight_format} here: cast them, or allow copies "
+        f"of up to {_copied(layer)} MB per rank (copy_weights)"
     )
 
 
@@ -274,7 +293,7 @@ def _weight_scales(layer: NpuLayer) -> str:
     if layer.weight_scale_groups == (1, 1):
         return ""
     groups = " and ".join(map(str, layer.weight_scale_groups))
-    return f"the weights have scales for {groups} groups of inputs; aclnnMegaMoe takes one per output channel"
+    return f"the weights have scales for {groups} groups of inputs; {layer.operator} takes one per output channel"
 
 
 def _weight_layout(layer: NpuLayer, *, transposed: bool) -> str:
@@ -283,8 +302,8 @@ def _weight_layout(layer: NpuLayer, *, transposed: bool) -> str:
         return ""
     wanted = "[E, N, K]" if transposed else "[E, K, N]"
     return (
-        f"aclnnMegaMoe reads weights as {wanted} and they lie the other way round: store them so, or allow copies of "
-        f"up to {_copied(layer)} MB per rank (copy_weights)"
+        f"{layer.operator} reads weights as {wanted} and they lie the other way round: store them so, or allow copies "
+        f"of up to {_copied(layer)} MB per rank (copy_weights)"
     )
 
 
@@ -303,20 +322,20 @@ def _bias(layer: NpuLayer) -> str:
 
 def _dtypes(layer: NpuLayer) -> str:
     if layer.x_dtype != torch.bfloat16 or layer.output_dtype != torch.bfloat16:
-        return f"x is {layer.x_dtype} and the output {layer.output_dtype}; aclnnMegaMoe takes bfloat16"
+        return f"x is {layer.x_dtype} and the output {layer.output_dtype}; {layer.operator} takes bfloat16"
     if layer.router_dtype not in (torch.float32, torch.bfloat16):
-        return f"the routing weights are {layer.router_dtype}; aclnnMegaMoe takes float32 or bfloat16"
+        return f"the routing weights are {layer.router_dtype}; {layer.operator} takes float32 or bfloat16"
     return ""
 
 
 def _ids(layer: NpuLayer) -> str:
     if layer.ids_checked:
         return ""
-    return "the ids are not known to lie in 0..num_experts-1; aclnnMegaMoe doesn't define what others do"
+    return f"the ids are not known to lie in 0..num_experts-1; {layer.operator} doesn't define what others do"
 
 
 def _training(layer: NpuLayer) -> str:
-    return "aclnnMegaMoe has no gradient" if layer.training else ""
+    return f"{layer.operator} has no gradient" if layer.training else ""
 
 
 def _capacity(layer: NpuLayer) -> str:
@@ -328,7 +347,10 @@ def _capacity(layer: NpuLayer) -> str:
 
 def _buffer(layer: NpuLayer) -> str:
     have = layer.conditions.hccl_buffer_bytes
-    need = required_bytes(layer.family, layer.traffic, layer.conditions.max_recv_token_num)
+    if layer.operator == COMBINE:
+        need = combine_bytes(layer.traffic)
+    else:
+        need = required_bytes(layer.family, layer.traffic, layer.conditions.max_recv_token_num)
     if have >= need:
         return ""
     return f"HCCL_BUFFSIZE gives {have // MIB} MB of communication buffer, the layer needs {-(-need // MIB)}"
@@ -336,11 +358,13 @@ def _buffer(layer: NpuLayer) -> str:
 
 def _tensor_parallel(layer: NpuLayer) -> str:
     size = layer.conditions.tensor_parallel
-    return "" if size == 1 else f"each expert is sharded over {size} ranks; aclnnMegaMoe takes whole experts"
+    return (
+        "" if size == 1 else f"each expert is sharded over {size} ranks; {layer.operator} takes whole experts"
+    )
 
 
 def _lora(layer: NpuLayer) -> str:
-    return "LoRA adapters on the experts have no place in aclnnMegaMoe" if layer.conditions.lora else ""
+    return f"LoRA adapters on the experts have no place in {layer.operator}" if layer.conditions.lora else ""
 
 
 def _eplb(layer: NpuLayer) -> str:
@@ -353,7 +377,7 @@ def _streams(layer: NpuLayer) -> str:
     count = layer.conditions.streams
     if count == 1:
         return ""
-    return f"the layer runs on {count} streams: collectives beside aclnnMegaMoe deadlock across ranks"
+    return f"the layer runs on {count} streams: collectives beside {layer.operator} deadlock across ranks"
 
 
 def _worth_it(layer: NpuLayer) -> str:

@@ -54,5 +54,10 @@ def required_bytes(family: str, traffic: Traffic, max_recv_token_num: int = 0) -
     return 2 * (counts + rows + flags + _RESERVED)
 
 
+def combine_bytes(traffic: Traffic) -> int:
+    """Bytes that HCCL's buffer needs for dispatch_ffn_combine: a byte of each row out, two back, and 10 MB."""
+    return 3 * traffic.tokens * traffic.top_k * traffic.hidden + _RESERVED
+
+
 def _aligned(size: int, unit: int) -> int:
     return -(-size // unit) * unit

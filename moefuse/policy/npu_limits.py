@@ -48,7 +48,8 @@ Limit = Range | Values
 class Limits:
     """One row: what one revision accepts on some device families.
 
-    intermediate: I, the GEMM's N is 2 I. transposed_weights: an expert's matrix is [N, K], otherwise [K, N].
+    intermediate: I, the GEMM's N is 2 I. clamps: the activation's numbers can be passed. transposed_weights: an
+    expert's matrix is [N, K], otherwise [K, N].
     """
 
     revision: str
@@ -62,8 +63,19 @@ class Limits:
     ep_world_size: Limit
     tokens_per_rank: Limit
     activations: tuple[str, ...]
+    clamps: bool
     schemes: tuple[str, ...]
     transposed_weights: bool
+
+    @property
+    def operator(self) -> str:
+        """Whose limits these are."""
+        return operator_of(self.revision)
+
+    @property
+    def title(self) -> str:
+        """The operator with its revision, where there are several."""
+        return self.operator if self.operator == self.revision else f"{self.operator} {self.revision}"
 
 
 @dataclass(frozen=True)
@@ -80,6 +92,15 @@ class Scheme:
     dispatch_quant_mode: int
     dispatch_dtype: str
     dispatch_quant_out_dtype: int
+
+
+COMBINE = "dispatch_ffn_combine"
+"""vllm-ascend's operator, which has one known revision, called as it is."""
+
+
+def operator_of(revision: str) -> str:
+    """The operator that a revision is of."""
+    return COMBINE if revision == COMBINE else "aclnnMegaMoe"
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moefuse import targets
 from moefuse.targets.npu import Identified, close_npu_contexts, formats
+from moefuse.targets.npu.combine import loaded
 from moefuse.targets.npu.machine import Machine
 from moefuse.targets.npu.target import NpuTarget
 from tests.npu.emulator.kernels import host_view, launch, plain
@@ -69,6 +70,53 @@ def installed() -> Iterator[None]:
     finally:
         targets.register(before)
         close_npu_contexts()
+
+
+COMBINE = (
+    "dispatch_ffn_combine(Tensor x, Tensor[] weight1, Tensor[] weight2, Tensor expert_idx, Tensor[] scale1,"
+    " Tensor[] scale2, Tensor[] bias1, Tensor[] bias2, Tensor probs, str group, int max_output_size, Tensor! out,"
+    " Tensor! expert_token_nums, Tensor? x_active_mask=None, float swiglu_limit=1000000.0)"
+    " -> (Tensor out, Tensor expert_token_nums)"
+)
+_combine = torch.library.Library("_C_ascend", "FRAGMENT")
+_by_name: dict[str, Any] = {}
+
+
+@contextmanager
+def combine_installed() -> Iterator[None]:
+    """A machine with vllm-ascend's operator and without aclnnMegaMoe."""
+    _combine.define(COMBINE)
+    _combine.impl("dispatch_ffn_combine", _combined, "PrivateUse1")
+    operator = loaded()
+    world: Any = dist.group.WORLD
+    name = world._get_backend(torch.device("npu")).get_hccl_comm_name(dist.get_rank())
+    _by_name[name] = dist.new_group(backend="gloo")
+    before = targets.get("npu")
+    targets.register(NpuTarget(lambda: Machine("Ascend910_9382", None, None, combine=operator)))
+    try:
+        yield
+    finally:
+        targets.register(before)
+        close_npu_contexts()
+
+
+def _combined(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    w1, w2, ids, s1, s2, b1, b2, probs, group, room, out, nums, *rest = args
+    x_active_mask = rest[0] if rest else None
+    if any(bias.numel() for bias in (*b1, *b2)):
+        raise RuntimeError("dispatch_ffn_combine: a bias beside int8")
+    mask = None if x_active_mask is None else host_view(x_active_mask)
+    own = [host_view(tensor) for tensor in (x, ids, probs)]
+    experts = _Experts.of(w1, w2, {"dispatch_quant_mode": 2, "weight_scales1": s1, "weight_scales2": s2})
+    into, total = (host_view(out), host_view(nums)), len(host_view(nums)) * dist.get_world_size()
+
+    def compute() -> None:
+        _layer(_by_name[group], (*own, mask), experts, total, into)
+        if int(into[1].sum()) > room:
+            raise RuntimeError(f"dispatch_ffn_combine: {int(into[1].sum())} rows, and room for {room}")
+
+    launch(compute)
+    return out, nums
 
 
 def _call(context: Tensor, x: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import moefuse
 from moefuse import targets
 from moefuse.testing import npu_reference_kernels
-from tests.npu.emulated_vendor import installed
+from tests.npu.emulated_vendor import combine_installed, installed
 from tests.npu.emulator.kernels import NZ
 from tests.npu.sequences import npu
 from tests.targets.npu.test_spread import E, H, I, K, Layer, W
@@ -144,7 +144,8 @@ def floats(rank: int, world: int) -> Any:
 
 def quantised(rank: int, world: int) -> Any:
     torch.npu.config.allow_internal_format = True
-    targets.get("npu").tell(weights_cast=True)  # type: ignore[attr-defined]
+    npu_target: Any = targets.get("npu")
+    npu_target.tell(weights_cast=True)
     backend: Any = dist.group.WORLD._get_backend(torch.device("npu"))  # type: ignore[union-attr]
     model = Mc2(backend.get_hccl_comm_name(rank), world, rank)
     gate = model.gate.detach().clone()
@@ -169,6 +170,8 @@ def main(rank: int, world: int, store: str) -> None:
     with torch.no_grad(), installed():
         result["floats"] = floats(rank, world)
         result["quantised"] = quantised(rank, world)
+    with torch.no_grad(), combine_installed():
+        result["combine"] = quantised(rank, world)
     print(json.dumps(result))
     dist.destroy_process_group()
 

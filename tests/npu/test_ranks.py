@@ -62,10 +62,14 @@ def test_rows_by_all_to_all_with_empty_ranks(ranks: list[dict[str, Any]]) -> Non
         assert words == "rows travel inside the node, over the 2 ranks of group 0"
 
 
-def test_quantised_rows_by_mc2_captured_by_npugraph_ex(ranks: list[dict[str, Any]]) -> None:
-    """Uneven tokens, a captured graph for each number; the group is known by the name that HCCL gave it."""
+@pytest.mark.parametrize("operator", ["quantised", "combine"])
+def test_quantised_rows_by_mc2_captured_by_npugraph_ex(operator: str, ranks: list[dict[str, Any]]) -> None:
+    """As npu_mega_moe, and as dispatch_ffn_combine where there is nothing else.
+
+    Uneven tokens, a captured graph for each number; the group is known by the name that HCCL gave it.
+    """
     for said in ranks:
-        errors, fused, words = said["quantised"]
+        errors, fused, words = said[operator]
         assert fused == [1]
         assert 0 < max(errors) < CLOSE
         assert "over the 2 ranks of group emulated_" in words

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from moefuse.ops.quantised import SCHEMES
 from moefuse.ops.spec import MoeSpec
 from moefuse.policy.check import judge
 from moefuse.policy.npu import (
@@ -71,6 +72,7 @@ def fitting(row: Limits, family: str) -> tuple[MoeSpec, Conditions]:
         out_features=hidden,
         intermediate=inner,
         expert_dtype=dtype,
+        quant=row.schemes[0] if row.schemes[0] in SCHEMES else "none",
         transpose_weight1=row.transposed_weights,
         transpose_weight2=row.transposed_weights,
     )
@@ -158,6 +160,9 @@ def test_the_reason_is_that_of_the_first_check_that_fails() -> None:
 W8A8 = {"scheme": "w8a8", "weight_format": "FRACTAL_NZ"}
 W4A8 = W8A8 | {"scheme": "w4a8"}
 INT4 = {"expert_dtype": torch.int32, "has_bias1": True, "has_bias2": True}
+COMBINE_W8A8 = W8A8 | {"revision": "dispatch_ffn_combine"}
+# of 512 tokens to 8 experts each: a byte of each feature out, two back; and 10 MB
+COMBINE_NEED = 512 * 8 * 2048 * 3 + 10 * MIB
 MXFP8 = {"scheme": "mxfp8", "revision": "R6", "soc": SOCS["A5"]}
 FP8 = {"expert_dtype": torch.float8_e4m3fn, "transpose_weight1": True, "transpose_weight2": True}
 NEED = required_bytes("A3", NpuLayer.of(SPEC, CONDITIONS).traffic)
@@ -181,6 +186,11 @@ TABLE: dict[
             ({"revision": "R1"}, {"activation": "swigluoai"}),
             "aclnnMegaMoe R1 takes swiglu",
         ),
+        (
+            (COMBINE_W8A8, {"expert_dtype": torch.int8}),
+            (COMBINE_W8A8, {"expert_dtype": torch.int8, "activation_params": (7.0,)}),
+            "activation swiglu with 7: dispatch_ffn_combine takes none of its numbers",
+        ),
     ],
     "layout": [
         (({}, {}), ({}, {"gate_up": "interleaved"}), "gate in the first half"),
@@ -188,7 +198,14 @@ TABLE: dict[
     ],
     "row_norm": [(({}, {}), ({}, {"row_norm": "rms"}), "rows are normalised")],
     "identity": [(({}, {}), ({}, {"num_identity_experts": 2}), "2 identity experts")],
-    "scheme": [((W8A8, {"expert_dtype": torch.int8}), ({"scheme": "mxfp8"}, {}), "quantisation mxfp8")],
+    "scheme": [
+        (
+            (COMBINE_W8A8, {"expert_dtype": torch.int8}),
+            ({"revision": "dispatch_ffn_combine"}, {}),
+            "takes w8a8, w4a8 here",
+        ),
+        ((W8A8, {"expert_dtype": torch.int8}), ({"scheme": "mxfp8"}, {}), "quantisation mxfp8"),
+    ],
     "weight_dtype": [
         ((W8A8, {"expert_dtype": torch.int8}), (W8A8, {}), "weights are bfloat16"),
         (({}, {}), ({}, {"expert_dtype": torch.float16}), "takes bfloat16"),
@@ -256,6 +273,11 @@ TABLE: dict[
     ],
     "buffer": [
         (({"hccl_buffer_bytes": NEED}, {}), ({"hccl_buffer_bytes": NEED - 1}, {}), "HCCL_BUFFSIZE gives"),
+        (
+            (COMBINE_W8A8 | {"hccl_buffer_bytes": COMBINE_NEED}, {"expert_dtype": torch.int8}),
+            (COMBINE_W8A8 | {"hccl_buffer_bytes": COMBINE_NEED - 1}, {"expert_dtype": torch.int8}),
+            "HCCL_BUFFSIZE gives",
+        ),
     ],
     "tensor_parallel": [(({}, {}), ({"tensor_parallel": 2}, {}), "sharded over 2 ranks")],
     "lora": [(({}, {}), ({"lora": True}, {}), "LoRA")],
@@ -343,7 +365,6 @@ def test_no_condition_is_known_to_one_rank_only() -> None:
 ANY_VALUE = {
     "device": "the SoC is asked for instead",
     "weight_form": "stacked weights are handed over as views, one per expert",
-    "activation_params": "handed over as they are",
     "activation_program": "belongs to the activation `custom`, which no row has",
     "product_dtype": "rounding inside the operator",
     "activation_dtype": "rounding inside the operator",

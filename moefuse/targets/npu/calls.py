@@ -45,6 +45,7 @@ class CCall:
     """The C interface. stream: gives the current stream's handle for a device."""
 
     def __init__(self, machine: Machine, stream: Callable[[torch.device], int]) -> None:
+        assert machine.library is not None
         assert machine.runtime is not None
         self._stream = stream
         self._workspaces = threading.local()

@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +44,12 @@ class Sizes:
     max_recv_token_num: int = 0
     scheme: str = "none"
 
+    @property
+    def worst_receive(self) -> int:
+        """Rows that a rank can receive at most."""
+        local = self.num_experts // self.ep_world_size
+        return self.ep_world_size * self.num_max_tokens_per_rank * min(self.top_k, local)
+
     def __post_init__(self) -> None:
         if self.scheme not in schemes():
             raise NpuContextError(f"scheme: expected one of {', '.join(schemes())}, got {self.scheme!r}")
@@ -61,6 +67,7 @@ class NpuContext:
 
     tensor: int32 or int64 on the device, the vendor's own; its address is what names the context.
     ccl_buffer_size, topo_type, rank_num_per_server: as the vendor's helper says them, None where it doesn't.
+    hccl: the group's name in HCCL, of a context for dispatch_ffn_combine, which has no tensor of the vendor's.
     uniform_tokens: every rank has as many tokens as the others at every call. Where that isn't promised and the device
         wants it, calls are padded to `num_max_tokens_per_rank`.
     """
@@ -72,6 +79,7 @@ class NpuContext:
     rank_num_per_server: int | None = None
     uniform_tokens: bool = False
     release: Callable[[], None] | None = None
+    hccl: str = ""
 
     def check(self, operands: Operands, options: Options, scheme: str = "none") -> None:
         """Raise NpuContextError naming what in a call isn't what the context was made for."""
@@ -137,6 +145,24 @@ def npu_context_for(
     key = (sizes, uniform_tokens)
     if key not in known:
         known[key] = _made(chosen, sizes, intermediate, uniform_tokens)
+    return known[key]
+
+
+def combine_context_for(group: Any, sizes: Sizes) -> NpuContext:
+    """As `npu_context_for`, for dispatch_ffn_combine: it finds the group by HCCL's name, and its buffer in HCCL.
+
+    Raises NpuContextError for a group without HCCL.
+    """
+    known = _of_group.setdefault(group, {})
+    key = (replace(sizes, max_recv_token_num=sizes.worst_receive), False)
+    if key not in known:
+        try:
+            device = torch.device("npu")
+            name = str(group._get_backend(device).get_hccl_comm_name(dist.get_rank()))
+        except (AttributeError, RuntimeError) as error:
+            raise NpuContextError(f"group: HCCL has no communicator for it: {error}") from None
+        marker = torch.zeros(1, dtype=torch.int64, device=device)
+        known[key] = _remember(NpuContext(marker, key[0], 0, hccl=name))
     return known[key]
 
 

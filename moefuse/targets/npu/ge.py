@@ -119,6 +119,8 @@ def _converted(
     x, topk_ids, topk_weights = own
     machine: Machine = targets.get("npu").machine  # type: ignore[attr-defined]
     made = only_one(Asked.of(x.symsize[1], topk_ids.symsize[1], options, scheme))
+    if made.hccl:
+        raise PlanError("target: the layer runs as dispatch_ffn_combine, for which GE has no converter")
     transposed = [name for name in ("transpose_weight1", "transpose_weight2") if getattr(options, name)]
     if transposed:
         raise PlanError(

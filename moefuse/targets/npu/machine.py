@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from moefuse.policy.npu_buffer import MIB
+from moefuse.targets.npu.combine import loaded
 from moefuse.targets.npu.context import PACKAGE
 from moefuse.targets.npu.identify import Identified, identify
 from moefuse.targets.npu.library import InstallError, Library, find
@@ -29,31 +30,39 @@ _DEFAULT_HCCL_BUFFER = 200
 class Machine:
     """What was found.
 
-    soc: the device's own name. official: the torch operator of cann_ops_transformer, None where the library is called
-    directly. runtime: makes the handles for such a call.
+    soc: the device's own name. library, identified: of aclnnMegaMoe, None where there is only `combine`. official: the
+    torch operator of cann_ops_transformer, None where the library is called directly. runtime: makes the handles for
+    such a call. combine: vllm-ascend's dispatch_ffn_combine, where that is loaded and known.
     """
 
     soc: str
-    library: Library
-    identified: Identified
+    library: Library | None
+    identified: Identified | None
     official: Any = None
     runtime: ctypes.CDLL | None = None
+    combine: Any = None
 
     @property
     def revision(self) -> str:
-        """Of the operator: R0, R1, ..."""
-        return self.identified.revision
+        """Of aclnnMegaMoe: R0, R1, ...; "" where there is none."""
+        return self.identified.revision if self.identified is not None else ""
 
 
 @functools.cache
 def machine() -> Machine:
     """This machine. Raises InstallError naming the first thing that is missing."""
-    soc = _soc()
-    library = find()
-    official = _official()
-    schema = str(official._schema) if official is not None else None
-    identified = identify(library, schema=schema)
-    return Machine(soc, library, identified, official, None if official is not None else _runtime())
+    soc, combine = _soc(), loaded()
+    try:
+        library = find()
+        official = _official()
+        schema = str(official._schema) if official is not None else None
+        identified = identify(library, schema=schema)
+        runtime = None if official is not None else _runtime()
+    except InstallError:
+        if combine is None:
+            raise
+        return Machine(soc, None, None, combine=combine)
+    return Machine(soc, library, identified, official, runtime, combine)
 
 
 def hccl_buffer_bytes(environment: Mapping[str, str] = os.environ) -> int:

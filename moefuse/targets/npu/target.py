@@ -7,6 +7,7 @@ rank, which aclnnMegaMoe doesn't take.
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,12 +20,13 @@ from moefuse.ops.quantised import Quantisation
 from moefuse.ops.spec import MoeSpec
 from moefuse.policy import Verdict
 from moefuse.policy.npu import Conditions, NotAllowedError, decide_npu
-from moefuse.policy.npu_limits import family_of, schemes
+from moefuse.policy.npu_limits import COMBINE, family_of, schemes
 from moefuse.targets.base import Opened, Target
 from moefuse.targets.npu import formats
 from moefuse.targets.npu.arguments import arguments
 from moefuse.targets.npu.calls import Call, CCall, OfficialCall
-from moefuse.targets.npu.context import NpuContext, Sizes, npu_context_for, resolve
+from moefuse.targets.npu.combine import CombineCall
+from moefuse.targets.npu.context import NpuContext, Sizes, combine_context_for, npu_context_for, resolve
 from moefuse.targets.npu.library import InstallError
 from moefuse.targets.npu.machine import Machine, hccl_buffer_bytes, machine
 
@@ -91,8 +93,14 @@ class NpuTarget(Target):
         """May this layer become one aclnnMegaMoe here? The same function judges it again when its context is known."""
         if not self.supported().ok:
             return self.supported()
-        lies = schemes()[spec.quant].weight_format if self._cast and spec.quant in schemes() else "ND"
-        return decide_npu(spec, self._conditions(spec, max_tokens, 0, lies))
+        lies = self._told(spec)
+        verdict = decide_npu(spec, self._conditions(spec, max_tokens, 0, lies))
+        if verdict.ok or self._find().combine is None:
+            return verdict
+        other = decide_npu(spec, self._conditions(spec, max_tokens, 0, lies, COMBINE))
+        if not other.ok and self._find().revision:
+            return replace(verdict, reason=f"{verdict.reason}; {COMBINE}: {other.reason}")
+        return other
 
     def copied_bytes(self, spec: MoeSpec) -> int:
         """Of weights that lie the other way round or in another format, and of scales; where copies are allowed."""
@@ -117,6 +125,10 @@ class NpuTarget(Target):
             capacity.max_tokens_per_rank,
             scheme=spec.quant,
         )
+        mega = decide_npu(spec, self._conditions(spec, capacity.max_tokens_per_rank, 0, self._told(spec)))
+        if not mega.ok and self._find().combine is not None:
+            made = combine_context_for(group, sizes)
+            return Opened(made.tensor, COMBINE, hccl_buffer_bytes())
         made = npu_context_for(group, sizes, intermediate=spec.intermediate)
         return Opened(made.tensor, "aclnnMegaMoe", made.ccl_buffer_size)
 
@@ -156,7 +168,10 @@ class NpuTarget(Target):
             )
         keep = bool(self._engine.get("copy_weights"))
         family = family_of(self._find().soc)
-        return self._call(arguments(made, operands, options, family, quantisation, keep))
+        given = arguments(made, operands, options, family, quantisation, keep)
+        if made.hccl:
+            return CombineCall(self._find().combine)(given, made.hccl, made.sizes.max_recv_token_num)
+        return self._call(given)
 
     @functools.cached_property
     def _call(self) -> Call:
@@ -165,11 +180,18 @@ class NpuTarget(Target):
             return OfficialCall(found.official)
         return CCall(found, self._stream)
 
-    def _conditions(self, spec: MoeSpec, max_tokens: int, max_recv: int, weight_format: str) -> Conditions:
+    def _told(self, spec: MoeSpec) -> str:
+        """In which memory format the weights lie, before they are seen."""
+        scheme = schemes().get(spec.quant)
+        return scheme.weight_format if self._cast and scheme is not None else "ND"
+
+    def _conditions(
+        self, spec: MoeSpec, max_tokens: int, max_recv: int, weight_format: str, revision: str | None = None
+    ) -> Conditions:
         found = self._find()
         return Conditions(
             found.soc,
-            found.revision,
+            found.revision if revision is None else revision,
             max_tokens,
             max_recv,
             hccl_buffer_bytes(),
@@ -184,11 +206,12 @@ class NpuTarget(Target):
         """Once per layer: a spec has no token count, and nothing else of a call changes."""
         spec = spec_of(operands, options, quantisation)
         lies = self._lies(operands, spec)
-        key = (made.sizes, spec, lies)
+        key = (made.sizes, made.hccl, spec, lies)
         if key not in self._judged:
             sizes = made.sizes
             tokens, received = sizes.num_max_tokens_per_rank, sizes.max_recv_token_num
-            self._judged[key] = decide_npu(spec, self._conditions(spec, tokens, received, lies))
+            revision = COMBINE if made.hccl else None
+            self._judged[key] = decide_npu(spec, self._conditions(spec, tokens, received, lies, revision))
         return self._judged[key]
 
     @staticmethod
