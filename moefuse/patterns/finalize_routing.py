@@ -23,6 +23,7 @@ from moefuse.patterns.facts import (
     Mean,
     OneHot,
     Op,
+    Part,
     Perm,
     Pos,
     Sum,
@@ -122,6 +123,10 @@ def choose_experts(total: Sum) -> Expr:
     score = dense[0]
     if any(d.ids != score.ids or d.at != score.at for d in dense):
         raise Conflict("expert rows are weighed by scores of two different routings")
+    if any(isinstance(digit, Part) for digit in score.at):
+        raise Conflict(
+            "only a part of the scores is summed: experts are left out, or some ids have no expert"
+        )
     if len(score.at) != 1 or not isinstance(score.at[0], Axis) or total.over != score.at:
         raise Conflict("rows of all experts are not summed over exactly the experts")
     if not distinct(score.ids, score.slots):

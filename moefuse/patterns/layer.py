@@ -45,7 +45,7 @@ from moefuse.patterns.products import (
     times,
 )
 from moefuse.patterns.quantised import Quantised, RowScale
-from moefuse.patterns.row_norm import take_norm
+from moefuse.patterns.row_norm import demand_given, take_norm
 from moefuse.patterns.rules import Lifting, value
 from moefuse.patterns.unify import bind
 from moefuse.patterns.weights import Span, demand_whole, in_order, layout, span
@@ -119,7 +119,9 @@ def describe(
     if not isinstance(chosen, Leaf | Const | Among):
         _demand_no_scales([*outputs, *mids, *inputs])
     position = _position(outputs, mids, inputs)
+    gemms = frozenset([second.node, *(f.node for f in firsts)])
     _check_weights([*outputs, *mids, *inputs], {*tokens, *slots})
+    demand_given([*outputs, *mids, *inputs], gemms)
     own = _output_features(dims, tokens)
     features = in_order(second.weight, own)
     if set(features) != set(own):
@@ -164,7 +166,7 @@ def describe(
         row_norm=norm.kind if norm is not None else "none",
         row_norm_eps=norm.eps if norm is not None else 0.0,
         row_scale=scale,
-        gemms=frozenset([second.node, *(f.node for f in firsts)]),
+        gemms=gemms,
         quant=quant,
         ranks=chosen.ranks if isinstance(chosen, Local | Spread) else None,
         first=chosen.first if isinstance(chosen, Among) else 0,

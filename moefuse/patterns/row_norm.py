@@ -5,16 +5,17 @@ norm by name (`MoeSpec.row_norm`) and the routing weights. As activations, a nor
 mean's operand and the factor made from the mean are evaluated in float64, so their spelling doesn't matter.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import torch
+from torch.fx import Node
 
 from moefuse.ops import program as programs
 from moefuse.ops.spec import RowNorm
 from moefuse.patterns.activation import RELATIVE, SMOOTH, constants, is_sampled, to_program
 from moefuse.patterns.facts import Axis, Conflict, Expr, Group, Leaf, Mean
-from moefuse.patterns.pointwise import strip_casts
+from moefuse.patterns.pointwise import strip_casts, walk
 from moefuse.patterns.products import Linear, first_gemms, linear, means
 from moefuse.patterns.rules import is_float
 from moefuse.patterns.unify import bind
@@ -51,6 +52,22 @@ def take_norm(every: list[Expr]) -> tuple[list[Expr], Norm | None]:
     eps = _eps(divisors[0], mean)
     kept = [f for f in every if f not in divisors and f not in scales]
     return kept, Norm(kind, eps, features, scale if isinstance(scale, Leaf) else None)
+
+
+def demand_given(weights: Iterable[Expr], gemms: Collection[Node]) -> None:
+    """Conflict for a routing weight that is made from the expert rows, as by a norm in dense or masked experts."""
+    first = min(gemms)
+    for leaf in (e for weight in weights for e in walk(weight) if isinstance(e, Leaf)):
+        seen, waiting = set[Node](), [leaf.node]
+        while waiting:
+            node = waiting.pop()
+            if node in gemms:
+                raise Conflict(
+                    f"expert rows are weighed by a factor made from themselves (`{leaf.node.name}`)"
+                )
+            if node not in seen and not node < first:
+                seen.add(node)
+                waiting.extend(node.all_input_nodes)
 
 
 def _per_feature(leaf: Leaf, features: frozenset[Axis]) -> bool:

@@ -227,7 +227,7 @@ DENSE_REFUSED: dict[str, tuple[Callable[[], Study], str]] = {
     "mean over the experts": (lambda: dense("input", total=lambda r: r.mean(0)), "reduced by mean"),
     "half of the experts": (
         lambda: dense("output", total=lambda r: r[:2].sum(0)),
-        "not summed over exactly the experts",
+        "only a part of the scores is summed",
     ),
     "sum over the tokens": (
         lambda: dense("input", total=lambda r: r.sum(1)),

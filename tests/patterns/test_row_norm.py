@@ -249,3 +249,26 @@ def test_a_loop_over_experts(shared: bool, odd: bool) -> None:
     assert result.site.spec.has_row_scale
     assert len(result.site.layer.row_scale) == (1 if shared else E)
     result.fused()
+
+
+def dense(x: Tensor, scores: Tensor, w: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    """Every expert on every token, weighed by a matrix of scores."""
+    matrix = torch.zeros(T, E).scatter(1, scores.topk(K, -1)[1], w).t()
+    rows = torch.bmm(swiglu(torch.bmm(x.expand(E, T, H), w1.transpose(1, 2))), w2.transpose(1, 2))
+    return (unit(rows) * matrix.unsqueeze(-1)).sum(0)
+
+
+def masked(x: Tensor, scores: Tensor, w: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    """One expert after the other on every token."""
+    ids, y = scores.topk(K, -1)[1], torch.zeros_like(x)
+    for e in range(E):
+        rows = functional.linear(swiglu(functional.linear(x, w1[e])), w2[e])
+        y = y + unit(rows) * (w * (ids == e)).sum(-1, keepdim=True)
+    return y
+
+
+@pytest.mark.parametrize("function", [dense, masked])
+def test_a_norm_of_the_rows_of_every_token_is_named(function: Callable[..., Tensor]) -> None:
+    """Its factor is no routing weight."""
+    refused = study(function, X, torch.randn(T, E), W, W1, W2)
+    refused.refused("weighed by a factor made from themselves")
