@@ -102,8 +102,8 @@ class NativeStep:
 
 
 def _library(call: Call) -> ctypes.CDLL | None:
-    """The library for calls of the cpu target that have nothing but what the step sums at home."""
-    if getattr(call.kernel, "__func__", None) is not CpuTarget.run or call.options.extras:
+    """The library for calls of the cpu target."""
+    if getattr(call.kernel, "__func__", None) is not CpuTarget.run:
         return None
     library = kernel.load()
     return None if isinstance(library, str) else library

@@ -41,15 +41,6 @@ class Options(NamedTuple):
     row_norm_eps: float = 0.0
     num_identity_experts: int = 0
 
-    @property
-    def extras(self) -> tuple[str, ...]:
-        """The options that only some models need and that are set here: a kernel without them must step aside."""
-        used = {
-            "row_norm": self.row_norm != "none",
-            "num_identity_experts": self.num_identity_experts > 0,
-        }
-        return tuple(name for name, is_set in used.items() if is_set)
-
     def inner(self, operands: Operands) -> int:
         """I, the number of features between both GEMMs."""
         weight = operands.weight2[0]

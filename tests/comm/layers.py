@@ -33,7 +33,8 @@ class Spread:
         generator = torch.Generator().manual_seed(1000 * self.seed + rank)
         x = torch.randn(count, self.layer.x.shape[1], generator=generator, dtype=torch.float64)
         if ids is None:
-            ids = torch.rand(count, EXPERTS, generator=generator).argsort(1)[:, : self.top_k]
+            experts = EXPERTS + self.layer.identities
+            ids = torch.rand(count, experts, generator=generator).argsort(1)[:, : self.top_k]
         weights = torch.rand(count, self.top_k, generator=generator) + 0.1
         return x.to(self.layer.x.dtype), ids.to(self.layer.ids.dtype), weights.to(self.layer.weights.dtype)
 

@@ -13,9 +13,11 @@ from tests.comm.layers import spread
 from tests.comm.ranks import run_ranks, values
 
 LAYOUTS = [
-    {"dtype": dtype, "position": position, "hidden": 33, "inner": 20, "out": 37, **more}
+    {"dtype": dtype, "position": position, "hidden": 33, "inner": 20, "out": 37} | more
     for dtype in (torch.float32, torch.bfloat16, torch.float16)
     for position, more in (
+        ("output", {"norm": ("rms", 0.5), "scale": "own", "identities": 3, "out": 33}),
+        ("mid", {"norm": ("scaled_rms", 0.5), "scale": "shared", "identities": 2, "out": 33}),
         ("output", {"bias": (True, True), "gate_up": "interleaved"}),
         ("mid", {"router_dtype": torch.float64, "output_dtype": torch.float32}),
         ("input", {"ids_dtype": torch.int32, "gate_up": "separate", "form": "list"}),

@@ -100,11 +100,6 @@ def test_identity_experts_are_neither_counted_nor_off_by_one(target, position) -
     assert_right(layer, target)
 
 
-def test_a_kernel_sees_what_it_must_step_aside_for() -> None:
-    assert Options(4).extras == ()
-    assert Options(4, row_norm="rms", num_identity_experts=2).extras == ("row_norm", "num_identity_experts")
-
-
 @pytest.mark.parametrize("target", CPU_TARGETS)
 def test_nan_stays_in_its_token(target) -> None:
     for dtype in (torch.float32, torch.bfloat16):

@@ -48,12 +48,18 @@ static void wake(std::atomic<int64_t>& word) {
 #endif
 }
 
+enum Choice : uint8_t { NO_EXPERT, SOME_EXPERT, ITSELF };
+
 // Vector n of a token's rows, summed over its slots as one rank does it (run.cpp), so that the bits are the same.
 template <class D, bool ROUNDS>
-static f32v sum_slots(const D* rows, const float* weights, const uint8_t* exists, int64_t top_k, int64_t outputs, int left) {
+static f32v sum_slots(const Layer& layer, const D* rows, const float* weights, const uint8_t* choices, int64_t slot,
+                      int64_t n) {
+    const int left = int(std::min<int64_t>(LANES, layer.outputs - n));
     f32v sum = {};
-    for (int64_t j = 0; j < top_k; j++, rows += outputs) {
-        if (!exists[j]) continue;
+    rows += n;
+    for (int64_t j = 0; j < layer.top_k; j++, rows += layer.outputs) {
+        if (choices[j] == ITSELF) sum += identity<D>(layer, slot + j, n);
+        if (choices[j] != SOME_EXPERT) continue;
         const f32v value = left == LANES ? load(rows) : load_some(rows, left);
         f32v product = value * weights[j];
         if constexpr (ROUNDS) {
@@ -74,19 +80,19 @@ static void sum_planes(const Layer& layer, int64_t experts, const D* planes) {
 #pragma omp parallel num_threads(alone ? 1 : int(layer.threads))
     {
         std::vector<float> weights(top_k, 1.f);
-        std::vector<uint8_t> exists(top_k);
+        std::vector<uint8_t> choices(top_k);
 #pragma omp for
         for (int64_t token = 0; token < layer.tokens; token++) {
             for (int64_t j = 0; j < top_k; j++) {
                 const int64_t slot = token * top_k + j, id = layer.id(slot);
-                exists[j] = id >= 0 && id < experts;
+                choices[j] = id < 0 || id >= experts + layer.identities ? NO_EXPERT : id < experts ? SOME_EXPERT : ITSELF;
                 if (weighs) weights[j] = scalar(layer.topk_weights, slot, layer.weights_type);
             }
             const D* rows = planes + token * top_k * outputs;
             Out* y = static_cast<Out*>(layer.y) + token * outputs;
             for (int64_t n = 0; n < outputs; n += LANES) {
                 const int left = int(std::min<int64_t>(LANES, outputs - n));
-                const f32v value = sum(rows + n, weights.data(), exists.data(), top_k, outputs, left);
+                const f32v value = sum(layer, rows, weights.data(), choices.data(), token * top_k, n);
                 if (left == LANES)
                     store(y + n, value);
                 else
@@ -230,7 +236,7 @@ class Stepping {
         Layer layer = layer_;
         layer.topk_ids = ids.data(), layer.ids_are_64 = 0;
         layer.topk_weights = weights.data(), layer.weights_type = FLOAT32;
-        layer.tokens = int64_t(ids.size()), layer.top_k = 1, layer.experts = ex_.experts;
+        layer.tokens = int64_t(ids.size()), layer.top_k = 1, layer.experts = ex_.experts, layer.identities = 0;
         if (layer.position == OUTPUT) layer.round_products = 0;  // weighed at home
         layer.remote = &remote;
         switch (layer.type) {

@@ -65,6 +65,17 @@ struct Layer {
     }
 };
 
+// What an identity expert adds: LANES values of the slot's token row from n on, weighted.
+template <class D>
+inline f32v identity(const Layer& layer, int64_t slot, int64_t n) {
+    const D* x = static_cast<const D*>(layer.x) + slot / layer.top_k * layer.x_stride + n;
+    const int64_t left = layer.hidden - n;
+    const f32v own = left >= LANES ? load(x) : load_some(x, int(left));
+    f32v product = own * scalar(layer.topk_weights, slot, layer.weights_type);
+    asm("" : "+m"(product));  // no fused multiply-add where it is summed: the same bits on one rank and on several
+    return layer.position != OUTPUT || layer.round_products ? rounded<D>(product) : product;
+}
+
 // Computes the layer. Throws std::bad_alloc.
 template <class D>
 void run(const Layer& layer);

@@ -53,10 +53,11 @@ class Run {
         first_.work(thread, [&](const Task& task, const Task* next) { first_gemm(task, next, thread); });
 #pragma omp barrier
         second_.work(thread, [&](const Task& task, const Task* next) { second_gemm(task, next, thread); });
-        if (layer_.remote) return;
+        if (layer_.remote && layer_.row_norm == PLAIN) return;
 #pragma omp barrier
         if (layer_.row_norm != PLAIN) {
             for (int64_t row = rows_ * thread / threads; row < rows_ * (thread + 1) / threads; row++) normalise(row);
+            if (layer_.remote) return;
 #pragma omp barrier
         }
         switch (layer_.out_type) {
@@ -246,7 +247,7 @@ class Run {
 
     // One row of the second GEMM over its mean square, in place; weighted as well where weighted rows are rounded.
     void normalise(int64_t row) {
-        D* values = result(row);
+        D* values = destination(row);
         const int64_t n = layer_.outputs;
         const bool first = layer_.row_scale && layer_.row_norm == SCALED_RMS, second = layer_.row_scale && !first;
         const int64_t scales = layer_.row_scale ? expert_of(row) * layer_.row_scale_expert : 0;
@@ -280,15 +281,6 @@ class Run {
         return std::upper_bound(routing_.first.begin(), routing_.first.end(), int32_t(row)) - routing_.first.begin() - 1;
     }
 
-    // What an identity expert adds: LANES values of the token's row from n on, weighted.
-    f32v identity(int64_t token, int64_t slot, int64_t n) const {
-        const D* x = static_cast<const D*>(layer_.x) + token * layer_.x_stride + n;
-        const int64_t left = layer_.hidden - n;
-        const f32v own = left >= LANES ? load(x) : load_some(x, int(left));
-        const f32v product = own * scalar(layer_.topk_weights, slot, layer_.weights_type);
-        return layer_.position != OUTPUT || layer_.round_products ? rounded<D>(product) : product;
-    }
-
     template <class Out>
     void combine(int thread, int threads) {
         constexpr int64_t BLOCK = 512;
@@ -308,7 +300,7 @@ class Run {
                     if (rows[j] >= 0)
                         sum += load(result(rows[j]) + n) * weights[j];
                     else if (rows[j] == IDENTITY_EXPERT)
-                        sum += identity(token, token * layer_.top_k + j, n);
+                        sum += identity<D>(layer_, token * layer_.top_k + j, n);
                 }
                 if (n + LANES <= end)
                     store(y + n, sum);
