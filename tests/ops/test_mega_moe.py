@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from torch.library import opcheck
 
 import moefuse.ops  # noqa: F401  (registers the operator)
-from moefuse.ops.options import Options
 from moefuse.targets import names
 from tests.ops.moe_loop import GATED, PLAIN, Layer, layers, make_layer
 
