@@ -26,6 +26,7 @@ from moefuse.patterns import (
     mc2,
     npu_init_routing,
     npu_matmul,
+    npu_re_routing,
     pieces,
     pointwise,
     router,
@@ -56,7 +57,7 @@ from moefuse.patterns.unify import Unifier, fresh
 
 COMPONENTS = (
     *(structure, pointwise, counts, router, init_routing, pieces, hidden_states_quant, grouped_matmul),
-    *(npu_init_routing, npu_matmul, finalize_routing, mc2, loops, markers, comm, exchange),
+    *(npu_init_routing, npu_matmul, finalize_routing, mc2, loops, markers, comm, exchange, npu_re_routing),
 )
 """The files whose import fills the rule book."""
 

@@ -149,11 +149,3 @@ def _demand_nothing_else(expr: Expr, order: Perm) -> None:
             raise Conflict(
                 f"`{leaf.node.name}`, which each rank has for itself, takes part in the rows of all ranks"
             )
-
-
-@rule("npu::npu_moe_re_routing")
-def npu_re_routing(lift: Lifting, node: Node) -> Outcome:
-    """Rows that lie by rank, then expert, in order by expert: no rule says here that they came so."""
-    raise Conflict(
-        "rows by rank, then expert, are put in order by expert (npu_moe_re_routing): how they came isn't proved"
-    )

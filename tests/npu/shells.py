@@ -3,11 +3,14 @@
 Each is a function of (x [T, H], logits [T, E], and this rank's experts: w13, w2 and what belongs to them).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from moefuse.testing import fake_ep_group
 from tests.npu.quant_sequences import INT32, Weights, encoded, gmm, second
 from tests.npu.sequences import E, mlp, npu, route
 
@@ -107,22 +110,39 @@ def mc2_older(x: Tensor, logits: Tensor, *tensors: Tensor, scheme: str = "bf16")
 
 
 def alltoall(x: Tensor, logits: Tensor, *tensors: Tensor, scheme: str = "bf16") -> Tensor:
-    """vllm-ascend: permute, exchange, order the rows by expert, and all of it back. Even pieces stand for counts."""
-    exchange = torch.ops._c10d_functional.all_to_all_single
-    wait = torch.ops._c10d_functional.wait_tensor
+    """vllm-ascend: permute, exchange, order the rows by expert, and all of it back. Needs a group, see `grouped`."""
+    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+
+    def exchange(rows: Tensor, received: list[int], sent: list[int]) -> Tensor:
+        moved = torch.ops._c10d_functional.all_to_all_single(rows, received, sent, name)
+        result: Tensor = torch.ops._c10d_functional.wait_tensor(moved)
+        return result
+
     routing, ids = route(logits)
     rows, row_idx = npu.npu_moe_token_permute(x, ids)
-    pieces = [rows.shape[0] // WORLD] * WORLD
     counts = torch.histc(ids.float(), bins=E, min=0, max=E).to(torch.int64)
-    arrived = wait(exchange(counts, [LOCAL] * WORLD, [LOCAL] * WORLD, GROUP))
-    rows = wait(exchange(rows, pieces, pieces, GROUP))
-    rows, _, order, counts = npu.npu_moe_re_routing(rows, arrived.view(WORLD, LOCAL))
+    arrived = exchange(counts, [LOCAL] * WORLD, [LOCAL] * WORLD).view(WORLD, LOCAL)
+    sent, received = (lengths(runs.sum(1)) for runs in (counts.view(WORLD, LOCAL), arrived))
+    rows = exchange(rows, received, sent)
+    rows, _, order, counts = npu.npu_moe_re_routing(rows, arrived)
     scales = None
     if scheme in ("w8a8", "w4a8"):
         rows, scales = npu.npu_dynamic_quant(rows)
     y = MLPS[scheme](rows, scales, counts, tensors)
-    y = wait(exchange(y[order.argsort()], pieces, pieces, GROUP))
+    y = exchange(y[order.argsort()], sent, received)
     return npu.npu_moe_token_unpermute(y, row_idx, routing.to(x.dtype))
+
+
+def lengths(counts: Tensor) -> list[int]:
+    """On the host; in a captured graph symbols."""
+    return [count.item() for count in counts.unbind()]  # type: ignore[misc]
+
+
+@contextmanager
+def grouped() -> Iterator[None]:
+    """In a process group whose other ranks are torch's fake ones."""
+    with fake_ep_group(WORLD, RANK):
+        yield
 
 
 SHELLS = {

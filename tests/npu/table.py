@@ -5,6 +5,7 @@ writes it into the page, and a test compares.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,8 @@ def rendered() -> str:
         lines += [f"| {engine} | {what} | {', '.join(names)} | {said} |" for said, names in grouped.items()]
     lines += ["", f"| shell | {' | '.join(shells.MLPS)} |", "|---" * (len(shells.MLPS) + 1) + "|"]
     for name in shells.SHELLS:
-        said = [verdict(shell(name, scheme)) for scheme in shells.MLPS]
+        with shells.grouped() if name == "ALLTOALL" else nullcontext():
+            said = [verdict(shell(name, scheme)) for scheme in shells.MLPS]
         lines.append(f"| {name} | {' | '.join(said)} |")
     return "\n".join(lines)
 
