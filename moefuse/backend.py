@@ -30,7 +30,7 @@ from moefuse.inner import choose, compile_inner
 from moefuse.ops import loop_markers
 from moefuse.options import OptionError, Options
 from moefuse.passes import pipeline
-from moefuse.passes.agree import AgreementError, weights_of
+from moefuse.passes.agree import AgreementError, demand_unpromised, weights_of
 from moefuse.passes.pipeline import FuseResult, RejectedError
 from moefuse.passes.plan_comm import Contact
 from moefuse.passes.verify import Checker, VerifyError, tolerance
@@ -196,6 +196,7 @@ def compile_graph(
         final = isinstance(error, RejectedError | UnprovedError | AgreementError)
         if final or is_control_flow(error) or options.mode == "on":
             raise
+        demand_unpromised(str(error))
         return plain(_failed(index, nodes, error))
     note = _unused_excludes(options, result)
     report = GraphReport(

@@ -110,8 +110,9 @@ def _traced(
         for i, local in zip(kept, locals_, strict=True):
             args[i] = local if _local(fakes[i]) is fakes[i] else _like(fakes[i], local)
         outputs = pytree.tree_leaves(_Interpreter(gm).run(*args))
-        wrap.append(_wrapping(outputs))
-        return [_local(out) for out in outputs]
+        wrapping, sizes = _wrapping(outputs)
+        wrap.append(wrapping)
+        return [*map(_local, outputs), *sizes]
 
     shape_env = mode.shape_env
     pending = list(shape_env.pending_fresh_unbacked_symbols) if shape_env else []
@@ -149,24 +150,42 @@ def _like(whole: Any, local: torch.Tensor) -> Any:
     return type(whole).from_local(local, whole.device_mesh, whole.placements, run_check=False, **sizes)
 
 
-def _wrapping(outputs: Sequence[Any]) -> Callable[[Sequence[Any]], list[Any]]:
-    """What makes distributed tensors of the local ones, where the outputs were distributed."""
+def _wrapping(outputs: Sequence[Any]) -> tuple[Callable[[Sequence[Any]], list[Any]], list[torch.SymInt]]:
+    """What makes distributed tensors of the local ones, where the outputs were distributed.
+
+    It takes the local outputs and, after them, the values of the symbolic sizes that come with it.
+    """
     kinds = _kinds()
     assert kinds is not None
+    symbolic: list[torch.SymInt] = []
+
+    def noted(size: Any) -> tuple[bool, int]:
+        """(False, number) or (True, place among the symbolic ones)."""
+        if isinstance(size, int):
+            return False, size
+        symbolic.append(size)
+        return True, len(symbolic) - 1
+
     specs = [
-        (out.device_mesh, out.placements, out.shape, out.stride()) if isinstance(out, kinds[0]) else None
+        (out.device_mesh, out.placements, [*map(noted, out.shape)], [*map(noted, out.stride())])
+        if isinstance(out, kinds[0])
+        else None
         for out in outputs
     ]
-    for spec in specs:
-        if spec is not None and not all(isinstance(size, int) for size in (*spec[2], *spec[3])):
-            raise CaptureError("an output is a DTensor whose sizes aren't static")
 
-    def wrap(locals_: Sequence[Any]) -> list[Any]:
+    def wrap(results: Sequence[Any]) -> list[Any]:
+        values = results[len(specs) :]
+
+        def read(sizes: list[tuple[bool, int]]) -> tuple[int, ...]:
+            return tuple(values[size] if later else size for later, size in sizes)
+
         return [
             local
             if spec is None
-            else kinds[0].from_local(local, *spec[:2], run_check=False, shape=spec[2], stride=spec[3])
-            for local, spec in zip(locals_, specs, strict=True)
+            else kinds[0].from_local(
+                local, *spec[:2], run_check=False, shape=torch.Size(read(spec[2])), stride=read(spec[3])
+            )
+            for local, spec in zip(results, specs, strict=False)
         ]
 
-    return wrap
+    return wrap, symbolic

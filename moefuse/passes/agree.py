@@ -134,6 +134,17 @@ def settled(wishes: Sequence[Wish], options: Options, training: bool) -> dict[Pl
     return {place: refusal for place, refusal in answers.items() if refusal is not None}
 
 
+def demand_unpromised(reason: str) -> None:
+    """For a graph that can't be looked at: AgreementError where the ranks fuse layers of its frame for other sizes."""
+    frame, first = _frame()[0], _first_weight.get()
+    promised = (models.get(first, {}) for models in _agreed.values())
+    if frame >= 0 and any(frames.get((frame, grad)) for frames in promised for grad in (False, True)):
+        raise AgreementError(
+            f"the other ranks would wait for expert-parallel layers of this one, but compiled anew for other sizes "
+            f"their frame can't be fused ({reason}). {DYNAMIC}"
+        )
+
+
 def _agree(place: Place, wishes: list[Wish], options: Options, training: bool) -> tuple[str, str] | None:
     group = group_of(place.name)
     models = _agreed.setdefault(group, WeakIdKeyDictionary())

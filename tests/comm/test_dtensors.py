@@ -128,13 +128,56 @@ def shared_batch(rank: int, world: int) -> Any:
     return site.fused, site.comm.partition("; ")[2]
 
 
-def both(rank: int, world: int) -> Any:
-    return titan(rank, world), shared_batch(rank, world)
+class Dense(nn.Module):
+    """All experts on all tokens, weighted by a mask: rows that every rank has stay distributed tensors."""
+
+    def __init__(self, mesh: Any) -> None:
+        from torch.distributed.tensor import Replicate, distribute_tensor
+
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.gate, self.w1, self.w2 = (
+            nn.Parameter(
+                distribute_tensor(
+                    torch.randn(*shape, generator=generator) * shape[-1] ** -0.5, mesh, [Replicate()]
+                )
+            )
+            for shape in ((E, H), (E, H, 2 * I), (E, I, H))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = F.softmax(x @ self.gate.t(), -1)
+        weights, ids = scores.topk(K, -1)
+        gate, up = torch.matmul(x.unsqueeze(0), self.w1).chunk(2, -1)
+        rows = torch.matmul(F.silu(gate) * up, self.w2)
+        mask = torch.zeros_like(scores).scatter(-1, ids, weights)
+        return (rows * mask.t().unsqueeze(-1)).sum(0)
+
+
+def changing_sizes(rank: int, world: int) -> Any:
+    """A distributed output whose sizes become symbolic at the second call."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    block = Dense(mesh)
+    run = torch.compile(block, backend="moefuse", options={"inner": "eager", "mode": "on"})
+    for count in (5, 8, 3):
+        x = distribute_tensor(torch.randn(count, H), mesh, [Replicate()])
+        with torch.no_grad():
+            want, got = block(x), run(x)
+        assert (want.shape, want.stride(), want.placements) == (got.shape, got.stride(), got.placements)
+        torch.testing.assert_close(got.full_tensor(), want.full_tensor(), rtol=1e-5, atol=1e-5)
+    return [site.fused for site in moefuse.reports()[-1].sites]
+
+
+def every(rank: int, world: int) -> Any:
+    return titan(rank, world), shared_batch(rank, world), changing_sizes(rank, world)
 
 
 def test_layers_spread_by_dtensor_are_nodes() -> None:
     absorbed = "absorbed: 3 all_to_all_single"
     assert (
-        values(run_ranks(WORLD, both, timeout=180))
-        == [((True, "stacked", absorbed), (True, absorbed))] * WORLD
+        values(run_ranks(WORLD, every, timeout=180))
+        == [((True, "stacked", absorbed), (True, absorbed), [True, True])] * WORLD
     )

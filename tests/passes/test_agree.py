@@ -7,8 +7,10 @@ import pytest
 import torch
 
 import moefuse
+from moefuse import backend
 from moefuse.comm import BusyError
 from moefuse.graph.groups import Place, place_in
+from moefuse.graph.interpret import CaptureError
 from moefuse.options import Options
 from moefuse.passes import agree, plan_comm
 from moefuse.passes.agree import Wish
@@ -62,6 +64,22 @@ def test_a_frame_that_dynamo_would_run_eagerly_next_is_an_error() -> None:
         ):
             run(6)
     assert verdicts() == [(True, "")] * 2
+
+
+@pytest.mark.usefixtures("yes_from_all")
+def test_a_frame_that_cannot_be_captured_any_more_is_an_error(monkeypatch) -> None:
+    """Other ranks would wait for a rank that is left as it is; a frame that never was fused is just left."""
+
+    def refused(*_: Any) -> None:
+        raise CaptureError("not this time")
+
+    run = compiled(dynamic=False)
+    run(4)
+    monkeypatch.setattr(backend, "capture", refused)
+    with pytest.raises(agree.AgreementError, match=r"can't be fused \(not this time\).*mark_dynamic"):
+        run(5)
+    compiled(k=1, dynamic=False)(4)
+    assert moefuse.reports()[-1].graphs[-1].note == "left as it is: not this time"
 
 
 @pytest.mark.usefixtures("yes_from_all")
