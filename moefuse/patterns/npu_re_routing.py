@@ -46,7 +46,7 @@ def npu_re_routing(lift: Lifting, node: Node) -> Outcome:
     scales = node.kwargs.get("per_token_scales")
     return (
         _moved(rows, order),
-        None if scales is None else _scales(lift, scales, arrived, order),
+        _scales(lift, scales, arrived, order) if isinstance(scales, Node) else None,
         Fact(Pos((arrived,)), (order,)),
         per_expert,
     )
