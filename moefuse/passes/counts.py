@@ -13,8 +13,9 @@ import torch
 from torch.fx import Node
 
 from moefuse.graph import sizes
-from moefuse.patterns.facts import Arrived, Inflow, Leaf, Perm, Pick, Tally
+from moefuse.patterns.facts import Arrived, Leaf, Perm, Pick, Tally
 from moefuse.patterns.layer import Layer
+from moefuse.patterns.rank_facts import Inflow
 from moefuse.patterns.ranks import arrival, one_of
 from moefuse.patterns.rules import Counted, op_name, value
 from moefuse.patterns.site import Site

@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 from torch.fx import Node
 
-from moefuse.patterns.facts import At, Conflict, Const, Dot, Fact, Leaf, Local, Perm
+from moefuse.patterns.facts import At, Conflict, Const, Dot, Fact, Leaf, Perm
 from moefuse.patterns.pointwise import pointwise, walk
+from moefuse.patterns.rank_facts import Local
 from moefuse.patterns.ranks import numbered
 from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
 from moefuse.patterns.unify import Unifier

@@ -18,9 +18,7 @@ from moefuse.patterns.facts import (
     Expr,
     Fact,
     Group,
-    Inflow,
     Leaf,
-    Local,
     Offs,
     OneHot,
     Part,
@@ -28,6 +26,7 @@ from moefuse.patterns.facts import (
     group_size,
 )
 from moefuse.patterns.pointwise import EXACT, is_mask, pointwise, strip_casts
+from moefuse.patterns.rank_facts import Inflow, Local
 from moefuse.patterns.ranks import (
     MOST_EXPERTS,
     arrival,

@@ -43,7 +43,6 @@ from moefuse.patterns.facts import (
     Expr,
     Fact,
     Group,
-    Inflow,
     Leaf,
     Lost,
     Perm,
@@ -51,6 +50,7 @@ from moefuse.patterns.facts import (
     Sum,
     Tally,
 )
+from moefuse.patterns.rank_facts import Inflow
 from moefuse.patterns.rules import READS_NO_ELEMENT, Counted, Outcome, argument, op_name, rule_for, value
 from moefuse.patterns.site import Site, assemble
 from moefuse.patterns.unify import Unifier, fresh

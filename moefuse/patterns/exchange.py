@@ -16,7 +16,6 @@ from moefuse.patterns.facts import (
     Arrived,
     At,
     Axis,
-    Block,
     Conflict,
     Const,
     Count,
@@ -24,11 +23,8 @@ from moefuse.patterns.facts import (
     Expr,
     Fact,
     Group,
-    Inflow,
     Leaf,
-    Local,
     Op,
-    Owned,
     Perm,
     Ranks,
     Tally,
@@ -36,6 +32,7 @@ from moefuse.patterns.facts import (
 )
 from moefuse.patterns.pieces import tally_of
 from moefuse.patterns.pointwise import EXACT, walk
+from moefuse.patterns.rank_facts import Block, Inflow, Local, Owned
 from moefuse.patterns.ranks import MOST_EXPERTS, arrival, carried, is_one_inflow, one_of, width_of
 from moefuse.patterns.router import chosen_from
 from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value

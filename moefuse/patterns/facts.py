@@ -10,15 +10,18 @@ The same row expression `w * W2 act(W1 x)` holds for grouped, batched and NPU sp
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Node
 
 from moefuse.graph import sizes
 from moefuse.graph.sizes import Size
+
+if TYPE_CHECKING:
+    from moefuse.patterns.rank_facts import Among, Local, Spread
 
 # --- axes and groups -------------------------------------------------------------------------------------
 
@@ -431,105 +434,6 @@ class Tally(Expr):
 
     ids: Leaf
     experts: frozenset[int]
-
-
-@dataclass(frozen=True)
-class Owned(Expr):
-    """How many elements of the integer leaf `ids` (all of them) are among the `experts` ids of rank `at`."""
-
-    ids: Leaf
-    at: Group
-    experts: int
-
-    def groups(self) -> Iterator[Group]:
-        yield self.at
-
-
-@dataclass(frozen=True)
-class Inflow(Expr):
-    """How many elements of `ids` on rank `source` are this rank's expert `at`; of any of its experts for None."""
-
-    ids: Leaf
-    ranks: Ranks
-    source: Group
-    at: Group | None
-
-    def groups(self) -> Iterator[Group]:
-        yield from (self.source, self.at or ())
-
-
-@dataclass(frozen=True)
-class Begin(Expr):
-    """Where the rows that came from rank `source` for this rank's expert `at` begin, or end.
-
-    The rows lie rank by rank, or expert by expert and within one by rank. source, at: None for those of a row itself.
-    """
-
-    ids: Leaf
-    ranks: Ranks
-    by_expert: bool
-    source: Group | None
-    at: Group | None
-    ends: bool = False
-
-    def groups(self) -> Iterator[Group]:
-        yield from (self.source or (), self.at or ())
-
-
-@dataclass(frozen=True)
-class _OfIds(Expr):
-    """What follows from the id of a slot."""
-
-    ids: Leaf
-
-    def parts(self) -> Iterator[Expr]:
-        yield self.ids
-
-    def rebuilt(self, change: Callable[[Expr], Expr]) -> Self:
-        ids = change(self.ids)
-        assert isinstance(ids, Leaf)
-        return replace(self, ids=ids)
-
-
-@dataclass(frozen=True)
-class Local(_OfIds):
-    """The number of a row's expert among those of this rank: `ids` less the first of them."""
-
-    ranks: Ranks
-
-
-@dataclass(frozen=True)
-class Block(_OfIds):
-    """source rank * experts of a rank + `Local`, of rows that came from all ranks.
-
-    by_expert: `Local` * ranks + source rank instead.
-    """
-
-    ranks: Ranks
-    by_expert: bool = False
-
-
-@dataclass(frozen=True)
-class Spread(_OfIds):
-    """The number of a slot's expert among those of the rank that holds it: `ids` modulo their number.
-
-    node: the operator that sent the slots there, with those of all ranks; it is the identity, besides the ids.
-    """
-
-    ranks: Ranks
-    node: Node
-
-
-@dataclass(frozen=True)
-class Among(_OfIds):
-    """The number of a slot's expert among `experts` of them: `ids` less `first`. Other slots have no row in the order.
-
-    node: the operator that took them; it is the identity, besides the ids.
-    """
-
-    first: int
-    experts: int
-    node: Node
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from torch.fx import Node
 
 from moefuse.graph import sizes
 from moefuse.patterns.facts import (
-    Among,
     Arrived,
     At,
     Axis,
@@ -22,18 +21,17 @@ from moefuse.patterns.facts import (
     Fact,
     Group,
     Leaf,
-    Local,
     Offs,
     Op,
     Perm,
     Pick,
-    Spread,
     Table,
     group_axes,
     group_size,
 )
 from moefuse.patterns.finalize_routing import summed
 from moefuse.patterns.pointwise import broadcast, expert_weight, strip_casts, walk
+from moefuse.patterns.rank_facts import Among, Local, Spread
 from moefuse.patterns.ranks import arrival, only_expert, same_ids
 from moefuse.patterns.rules import Lifting, Outcome, argument, rule
 from moefuse.patterns.unify import Unifier, bind

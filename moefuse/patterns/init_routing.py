@@ -8,24 +8,9 @@ import torch
 from torch.fx import Node
 
 from moefuse.graph import sizes
-from moefuse.patterns.facts import (
-    Among,
-    At,
-    Axis,
-    Begin,
-    Block,
-    Conflict,
-    Dims,
-    Expr,
-    Fact,
-    Group,
-    Leaf,
-    Local,
-    Perm,
-    Pos,
-    group_size,
-)
+from moefuse.patterns.facts import At, Axis, Conflict, Dims, Expr, Fact, Group, Leaf, Perm, Pos, group_size
 from moefuse.patterns.pointwise import pointwise
+from moefuse.patterns.rank_facts import Among, Begin, Block, Local
 from moefuse.patterns.ranks import arrival, numbered, only_expert
 from moefuse.patterns.router import has_perm, topk_of
 from moefuse.patterns.rules import Lifting, Outcome, argument, is_float, op_name, rule, value

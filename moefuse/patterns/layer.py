@@ -16,22 +16,7 @@ from torch.fx import Node
 from moefuse.graph import sizes
 from moefuse.ops.spec import GateUp, RowNorm, WeightPosition
 from moefuse.patterns.activation import Classified, classify, to_program, upcast
-from moefuse.patterns.facts import (
-    Among,
-    Axis,
-    Conflict,
-    Const,
-    Digit,
-    Dims,
-    Expr,
-    Group,
-    Leaf,
-    Local,
-    Op,
-    Part,
-    Ranks,
-    Spread,
-)
+from moefuse.patterns.facts import Axis, Conflict, Const, Digit, Dims, Expr, Group, Leaf, Op, Part, Ranks
 from moefuse.patterns.layer_quant import LayerQuant, quantisation
 from moefuse.patterns.pointwise import strip_casts, walk
 from moefuse.patterns.products import (
@@ -45,6 +30,7 @@ from moefuse.patterns.products import (
     times,
 )
 from moefuse.patterns.quantised import Quantised, RowScale
+from moefuse.patterns.rank_facts import Among, Local, Spread
 from moefuse.patterns.row_norm import demand_given, take_norm
 from moefuse.patterns.rules import Lifting, value
 from moefuse.patterns.unify import bind

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from moefuse.patterns.facts import Among
+from moefuse.patterns.rank_facts import Among
 from moefuse.patterns.router import chosen_from
 from moefuse.patterns.rules import argument, op_name, value
 

@@ -11,23 +11,12 @@ from typing import Any
 
 from torch.fx import Node
 
-from moefuse.patterns.facts import (
-    Axis,
-    Conflict,
-    Count,
-    Expr,
-    Fact,
-    Group,
-    Leaf,
-    Offs,
-    Perm,
-    Ranks,
-    Spread,
-)
+from moefuse.patterns.facts import Axis, Conflict, Count, Expr, Fact, Group, Leaf, Offs, Perm, Ranks
 from moefuse.patterns.finalize_routing import weighted_sum
 from moefuse.patterns.hidden_states_quant import demand_absent, quantise
 from moefuse.patterns.npu_init_routing import dispatch_of
 from moefuse.patterns.pointwise import walk
+from moefuse.patterns.rank_facts import Spread
 from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
 from moefuse.patterns.unify import Unifier
 

@@ -11,22 +11,10 @@ from torch.fx import Node
 
 from moefuse.graph.sizes import Size
 from moefuse.patterns.counts import covers
-from moefuse.patterns.facts import (
-    Among,
-    Axis,
-    Conflict,
-    Count,
-    Dims,
-    Fact,
-    Group,
-    Leaf,
-    Offs,
-    Perm,
-    Pos,
-    group_size,
-)
+from moefuse.patterns.facts import Axis, Conflict, Count, Dims, Fact, Group, Leaf, Offs, Perm, Pos, group_size
 from moefuse.patterns.hidden_states_quant import demand_absent, quantise
 from moefuse.patterns.pointwise import pointwise
+from moefuse.patterns.rank_facts import Among
 from moefuse.patterns.router import chosen_from, has_perm
 from moefuse.patterns.rules import Lifting, Outcome, argument, is_float, op_name, rule, value
 from moefuse.patterns.unify import Unifier

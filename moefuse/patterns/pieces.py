@@ -24,7 +24,6 @@ from moefuse.patterns.facts import (
     Group,
     Leaf,
     Offs,
-    Owned,
     Part,
     Perm,
     Pick,
@@ -34,6 +33,7 @@ from moefuse.patterns.facts import (
     group_axes,
 )
 from moefuse.patterns.pointwise import walk
+from moefuse.patterns.rank_facts import Owned
 from moefuse.patterns.ranks import is_one_inflow, tally_of_rank
 from moefuse.patterns.router import chosen_from, distinct, topk_of
 from moefuse.patterns.rules import Lifting, Outcome, argument, rule, value

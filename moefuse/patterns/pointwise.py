@@ -12,8 +12,6 @@ from torch.fx import Node
 from moefuse.graph import sizes
 from moefuse.patterns.facts import (
     Axis,
-    Begin,
-    Block,
     Conflict,
     Const,
     Count,
@@ -22,16 +20,14 @@ from moefuse.patterns.facts import (
     Expr,
     Fact,
     Group,
-    Inflow,
     Leaf,
-    Local,
     Offs,
     OneHot,
     Op,
-    Owned,
     Part,
     Pos,
 )
+from moefuse.patterns.rank_facts import Begin, Block, Inflow, Local, Owned
 from moefuse.patterns.ranks import arrival_of, as_local
 from moefuse.patterns.rules import Lifting, Outcome, argument, is_float, op_name, rule, value
 from moefuse.patterns.runs import moved_place

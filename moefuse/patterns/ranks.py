@@ -11,26 +11,21 @@ from torch import Tensor
 from torch.fx import Node
 
 from moefuse.patterns.facts import (
-    Among,
     Arrived,
     At,
     Axis,
-    Block,
     Count,
     Expr,
     Fact,
     Group,
-    Inflow,
     Leaf,
-    Local,
     Op,
-    Owned,
     Part,
     Perm,
-    Spread,
     Tally,
     group_size,
 )
+from moefuse.patterns.rank_facts import Among, Block, Inflow, Local, Owned, Spread
 from moefuse.patterns.rules import op_name, value
 
 _UNTAGGED = ("aten::floor_divide", "aten::_to_copy", "aten::to")

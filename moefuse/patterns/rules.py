@@ -13,7 +13,8 @@ import sympy
 import torch
 from torch.fx import Node
 
-from moefuse.patterns.facts import Arrived, Expr, Fact, Inflow, Leaf, Perm, Pick, Tally
+from moefuse.patterns.facts import Arrived, Expr, Fact, Leaf, Perm, Pick, Tally
+from moefuse.patterns.rank_facts import Inflow
 
 READS_NO_ELEMENT = frozenset(
     f"aten::{name}"

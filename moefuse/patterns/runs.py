@@ -14,21 +14,18 @@ from torch.fx import Node
 from moefuse.patterns.facts import (
     Arrived,
     Axis,
-    Begin,
-    Block,
     Conflict,
     Dims,
     Expr,
     Fact,
     Group,
-    Inflow,
     Leaf,
-    Local,
     Op,
     Perm,
     Pos,
     group_size,
 )
+from moefuse.patterns.rank_facts import Begin, Block, Inflow, Local
 from moefuse.patterns.ranks import arrival
 from moefuse.patterns.rules import op_name
 from moefuse.patterns.unify import Unifier

@@ -10,12 +10,9 @@ from typing import Any
 
 from moefuse.graph import sizes
 from moefuse.patterns.facts import (
-    Among,
     Arrived,
     At,
     Axis,
-    Begin,
-    Block,
     Case,
     Cases,
     Conflict,
@@ -28,20 +25,16 @@ from moefuse.patterns.facts import (
     Expr,
     Fact,
     Group,
-    Inflow,
     Leaf,
-    Local,
     Mean,
     Offs,
     OneHot,
     Op,
-    Owned,
     Part,
     Perm,
     Pick,
     Pieces,
     Pos,
-    Spread,
     Sum,
     Table,
     Tally,
@@ -49,6 +42,7 @@ from moefuse.patterns.facts import (
     group_size,
 )
 from moefuse.patterns.quantised import Dequant, QuantDot, Quantised, RowScale
+from moefuse.patterns.rank_facts import Among, Begin, Block, Inflow, Local, Owned, Spread
 
 Binding = Mapping[Axis, Group]
 

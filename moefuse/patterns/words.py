@@ -8,12 +8,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from moefuse.patterns.facts import (
-    Among,
     Arrived,
     At,
     Axis,
-    Begin,
-    Block,
     Cases,
     Const,
     Coords,
@@ -25,25 +22,22 @@ from moefuse.patterns.facts import (
     Expr,
     Fact,
     Group,
-    Inflow,
     Leaf,
-    Local,
     Mean,
     Offs,
     OneHot,
     Op,
-    Owned,
     Part,
     Perm,
     Pick,
     Pieces,
     Pos,
-    Spread,
     Sum,
     Table,
     Tally,
 )
 from moefuse.patterns.quantised import Dequant, Quantised, RowScale
+from moefuse.patterns.rank_facts import Among, Begin, Block, Inflow, Local, Owned, Spread
 from moefuse.patterns.unify import bind
 
 _LETTERS = "ijklmnabcdefgh"
