@@ -114,6 +114,11 @@ def describe(
         raise Conflict("the output has dimensions besides the token's and the features")
     if norm is not None and norm.features != set(features):
         raise Conflict("expert rows are normalised over a part of their features")
+    if norm is not None and not norm.eps and position != "output":
+        # In a dense layer the weights of experts that weren't chosen are zeros, and NaN times zero is NaN.
+        raise Conflict(
+            "routing weights stand before a norm without an eps, which makes NaN of a row of zeros"
+        )
     whole = [(leaf, features) for leaf in scale]
     for leaf, axes in (
         *whole,

@@ -178,6 +178,23 @@ def test_a_norm_of_weighted_rows_is_another_function() -> None:
     study(forward, X, IDS, W, W1, W2).refused("the norm of expert rows reads")
 
 
+@pytest.mark.parametrize("eps", [EPS, 0.0])
+def test_a_weight_of_zero_before_a_norm_without_eps(eps: float) -> None:
+    """A dense layer gives experts that weren't chosen rows of zeros, of which such a norm makes NaN."""
+
+    def forward(x: Tensor, scores: Tensor, w: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        matrix = torch.zeros(T, E).scatter(1, scores.topk(K, -1)[1], w)
+        weighted = x.unsqueeze(1) * matrix.unsqueeze(-1)
+        rows = torch.einsum("tei,eoi->teo", swiglu(torch.einsum("teh,eoh->teo", weighted, w1)), w2)
+        return (rows * torch.rsqrt(mean2(rows) + eps)).sum(1)
+
+    result = study(forward, X, torch.randn(T, E, generator=torch.Generator().manual_seed(4)), W, W1, W2)
+    if eps:
+        result.fused()
+    else:
+        result.refused("a norm without an eps, which makes NaN of a row of zeros")
+
+
 def test_a_norm_of_the_sum_stays_behind_the_layer() -> None:
     def forward(x: Tensor, ids: Tensor, w: Tensor, w1: Tensor, w2: Tensor, s: Tensor) -> Tensor:
         y = (expert_rows(x, ids, w1, w2) * w.unsqueeze(-1)).sum(1)
