@@ -42,9 +42,9 @@ def check(
     want = layer.alone(everyone[rank])
     assert y.dtype == want.dtype
     # The same roundings of the same rows, summed in another order and rounded once: an ulp of y, and of the sum's
-    # terms, which are of size 4.
+    # terms, which are of size 4; a norm of the rows divides by what is rounded, too.
     eps = max(torch.finfo(torch.float32).eps if y.dtype != torch.float64 else 0, torch.finfo(y.dtype).eps)
-    torch.testing.assert_close(y, want, rtol=4 * eps, atol=4 * (1 + layer.top_k) * eps)
+    torch.testing.assert_close(y, want, rtol=4 * eps, atol=8 * (1 + layer.top_k) * eps)
 
     local = EXPERTS // world
     pairs = [

@@ -35,7 +35,10 @@ def many_layers(rank: int, world: int) -> tuple[int, int, bool]:
     assert first.bytes == CAPACITY.window_bytes
     assert resolve(first.tensor) is first
     found: list[object] = []
-    threads = [threading.Thread(target=lambda: found.append(context_for(None, CAPACITY))) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: found.append(context_for(None, CAPACITY, timeout=20)))
+        for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -85,7 +88,7 @@ def late(rank: int, world: int) -> str:
         context_for(None, FOUR, timeout=0.7)
     assert not contexts()
     again = context_for(None, FOUR, timeout=20)
-    assert again is context_for(None, FOUR)
+    assert again is context_for(None, FOUR, timeout=20)
     return str(caught.value)
 
 

@@ -193,13 +193,13 @@ LEFT: dict[str, tuple[Function, str, str]] = {
     ),
     "a norm of its rows": (
         lambda m, x: functional.rms_norm(m.dense(x), (H,)),
-        "escape",
-        "`_to_copy_1` is also read by `pow_1`",
+        "lift",
+        "made from themselves",
     ),
     "a norm of hidden rows": (
         lambda m, x: functional.rms_norm(functional.silu(x @ m.gate.t()), (J,)) @ m.down.t(),
-        "escape",
-        "`_to_copy_1` is also read by `pow_1`",
+        "lift",
+        "made from themselves",
     ),
     "what doubles with each step": (
         lambda m, x: functools.reduce(lambda h, _: h * torch.sigmoid(h), range(12), x @ m.gate.t()) @ m.down.t(),
