@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import fx
 
-from moefuse.patterns import facts, quantised
+from moefuse.patterns import facts, quantised, rank_facts
 from moefuse.patterns.facts import At, Axis, Const, Dot, Expr, Fact, Leaf, Op, Part, Perm, Pick, Pos, Table
 from moefuse.patterns.words import _SAY, words
 
@@ -51,7 +51,7 @@ def test_words(fact, said):
 
 
 def test_every_kind_of_expression_has_words():
-    every = [kind for module in (facts, quantised) for kind in vars(module).values()]
+    every = [kind for module in (facts, rank_facts, quantised) for kind in vars(module).values()]
     kinds = {
         kind
         for kind in every
