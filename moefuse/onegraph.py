@@ -15,13 +15,14 @@ import threading
 import traceback
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from moefuse.frontend.exchange import Exchanges
+from moefuse.frontend.held import Held
 from moefuse.frontend.lifter import OWN_FRAME, Loops
 from moefuse.ops.loop_markers import NO_BOUND
 from moefuse.options import Options
@@ -245,9 +246,8 @@ class _ExpertsSwitch:
             id(m.config): m.config for m in modules if hasattr(m, "_apply_gate") and hasattr(m, "config")
         }
         self._configs = [config for config in configs.values() if hasattr(config, _SETTING)]
-        self._lock = threading.Lock()
-        self._calls = 0
         self._switched: list[Any] = []
+        self._held = Held(self._change, self._undo)
 
     @property
     def switched(self) -> bool:
@@ -256,22 +256,17 @@ class _ExpertsSwitch:
 
     @contextmanager
     def grouped(self) -> Iterator[None]:
-        """Loops are grouped GEMMs inside; the last of concurrent calls to leave switches back."""
-        if not self._configs:
+        """Loops are grouped GEMMs inside."""
+        with self._held.during() if self._configs else nullcontext():
             yield
-            return
-        with self._lock:
-            self._calls += 1
-            for config in self._configs:
-                if getattr(config, _SETTING) == LOOP:
-                    setattr(config, _SETTING, GROUPED)
-                    self._switched.append(config)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._calls -= 1
-                if not self._calls:
-                    for config in self._switched:
-                        setattr(config, _SETTING, LOOP)
-                    self._switched.clear()
+
+    def _change(self) -> None:
+        for config in self._configs:
+            if getattr(config, _SETTING) == LOOP:
+                setattr(config, _SETTING, GROUPED)
+                self._switched.append(config)
+
+    def _undo(self) -> None:
+        for config in self._switched:
+            setattr(config, _SETTING, LOOP)
+        self._switched.clear()

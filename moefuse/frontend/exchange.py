@@ -10,15 +10,15 @@ import ast
 import functools
 import logging
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from moefuse.frontend.held import Held
 from moefuse.frontend.source import RefusedError, build, read
 
 log = logging.getLogger("moefuse")
@@ -35,29 +35,14 @@ class Exchanges:
     def __init__(self, model: Callable[..., Any] | None) -> None:
         modules = model.modules() if isinstance(model, nn.Module) else ()
         self._found = [found for module in modules for found in _exchanges(module)]
-        self._lock = threading.Lock()
-        self._calls = 0
         self._changed: list[tuple[Any, type]] = []
+        self._held = Held(self._change, self._undo)
 
     @contextmanager
     def straight(self) -> Iterator[None]:
-        """Exchanges are straight lines inside; the last of concurrent calls to leave changes them back."""
-        if not self._found:
+        """Exchanges are straight lines inside."""
+        with self._held.during() if self._found else nullcontext():
             yield
-            return
-        with self._lock:
-            self._calls += 1
-            if self._calls == 1:
-                self._change()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._calls -= 1
-                if not self._calls:
-                    for exchange, kind in self._changed:
-                        exchange.__class__ = kind
-                    self._changed.clear()
 
     def _change(self) -> None:
         for exchange in self._found:
@@ -67,6 +52,11 @@ class Exchanges:
             if (straight := _straightened(kind)) is not None:  # type: ignore[arg-type]  # types are hashable
                 exchange.__class__ = straight
                 self._changed.append((exchange, kind))
+
+    def _undo(self) -> None:
+        for exchange, kind in self._changed:
+            exchange.__class__ = kind
+        self._changed.clear()
 
 
 def _exchanges(module: nn.Module) -> Iterator[Any]:

@@ -15,7 +15,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from moefuse.graph.capture import fake_mode_of, fake_of, is_control_flow
-from moefuse.graph.interpret import CaptureError
+from moefuse.graph.interpret import CaptureError, keep_symbols
 
 Run = Callable[..., Any]
 
@@ -134,13 +134,7 @@ class _Interpreter(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         """Run one node."""
         result = super().run_node(n)
-        if n.meta.get("unbacked_bindings"):
-            from torch._guards import detect_fake_mode
-            from torch.fx.experimental.symbolic_shapes import rebind_unbacked
-
-            mode = detect_fake_mode()
-            assert mode is not None
-            rebind_unbacked(mode.shape_env, n, result)
+        keep_symbols(n, result)
         return result
 
 

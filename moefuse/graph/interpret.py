@@ -15,11 +15,22 @@ from torch._guards import detect_fake_mode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-__all__ = ["CaptureError", "EagerInterpreter"]
+__all__ = ["CaptureError", "EagerInterpreter", "keep_symbols"]
 
 
 class CaptureError(RuntimeError):
     """The graph can't be made functional without risk of another meaning; the message says why."""
+
+
+def keep_symbols(node: fx.Node, result: Any) -> None:
+    """Sizes that depend on data keep the symbols that `node` gave them, now that it was run again."""
+    if not node.meta.get("unbacked_bindings"):
+        return
+    from torch.fx.experimental.symbolic_shapes import rebind_unbacked
+
+    mode = detect_fake_mode()
+    assert mode is not None
+    rebind_unbacked(mode.shape_env, node, result)
 
 
 class EagerInterpreter(fx.Interpreter):
@@ -64,12 +75,7 @@ class EagerInterpreter(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         """Run one node; sizes that depend on data keep the original's symbols."""
         result = super().run_node(n)
-        if n.meta.get("unbacked_bindings"):
-            from torch.fx.experimental.symbolic_shapes import rebind_unbacked
-
-            mode = detect_fake_mode()
-            assert mode is not None
-            rebind_unbacked(mode.shape_env, n, result)
+        keep_symbols(n, result)
         return result
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
