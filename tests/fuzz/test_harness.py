@@ -9,7 +9,7 @@ from torch.fx import GraphModule
 
 from moefuse.report.model import GraphReport, LayerReport, Report
 from moefuse.testing.capture import capture_graph
-from moefuse.testing.compare import relative_error, rewrite_and_compare
+from moefuse.testing.compare import compare, relative_error, rewrite_and_compare
 from moefuse.testing.judge import judge, redraw
 from moefuse.testing.mutations import mutants
 from moefuse.testing.oracle import SafeRun
@@ -190,6 +190,22 @@ def test_low_precision_is_measured_against_float64() -> None:
         rewrite_and_compare(
             before.graph_module, [x], rewrite=lambda gm: Rewritten(more.graph_module, CLAIMS_FUSED)
         )
+
+
+def test_of_few_elements_the_graphs_own_error_is_one_draw() -> None:
+    """A unit in the last place is noise in one element; in four, or twice as much in one, it is wrong."""
+
+    def judged(count: int, units: int) -> str:
+        x = torch.full((count,), 1.0, dtype=torch.bfloat16)
+        same = capture_graph(lambda v: v * 1.0, [x])
+        off = capture_graph(lambda v: v * (1.0 + units * 2.0**-7), [x])
+        before, after = same.graph_module, off.graph_module
+        return compare(before, after, (x,), Report()).difference
+
+    # allowed: 2e-3 and a unit, 2^-7, over the root of the number of elements
+    assert judged(1, 1) == ""
+    assert "to float64" in judged(1, 2)
+    assert "to float64" in judged(4, 1)
 
 
 def test_redrawn_inputs_keep_shape_kind_and_range() -> None:
