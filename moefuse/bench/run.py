@@ -188,7 +188,7 @@ def _row(
         name: Entry(setup_bytes=one.setup_bytes, reason=one.reason or CONTESTANTS[name].limit(layer, tokens))
         for name, one in ready.items()
     }
-    able = {name: one.run for name, one in ready.items() if one.run and not entries[name].reason}
+    able = {name: one.run for name, one in ready.items() if one.run is not None and not entries[name].reason}
     _prepare(able, entries, given, node(layer, "reference"))
     times, reads, peaks = _rounds(able, given, probes, wanted.seconds, wanted.clock)
     for name, values in times.items():
