@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import moefuse
-from tests.frontend import models
+from tests.frontend import models, near_misses
 from tests.frontend.models import E, H, K
 from tests.frontend.test_loops import FP32, lonely, reports_of, tokens
 
@@ -191,7 +191,7 @@ class Matrix(models.Base):
         (ReadLater, "`last` is read by a function that may run later"),
         (Annotated, "leaves something behind that is no tensor"),
         (AsksInside, "used for more than a torch.cat"),
-        (models.Asserting, "claims what isn't so for an expert without tokens"),
+        (near_misses.Asserting, "claims what isn't so for an expert without tokens"),
         (LastOne, "may be assigned nowhere but in it"),
         (Matrix, "no routing operation in this graph"),
         (Unrouted, "whether its list is empty"),
@@ -403,7 +403,7 @@ def test_other_experts_later_are_looked_at_too() -> None:
     fused = moefuse.compile(model, inner="eager")
     with torch.no_grad():
         fused(x)
-        model.experts = nn.ModuleList(models.Remembering() for _ in range(E))
+        model.experts = nn.ModuleList(near_misses.Remembering() for _ in range(E))
         fused(x)
     assert [expert.calls for expert in model.experts] == [0, 1, 1, 1]  # type: ignore[union-attr]
 
