@@ -1,4 +1,4 @@
-"""`mega_moe.ep`: an expert-parallel layer on whatever target computes the experts, and its gradient.
+"""`mega_moe.ep` and `quant_ep`: an expert-parallel layer on whatever target computes the experts; `ep`'s gradient.
 
 In: the operator's arguments, x being this rank's tokens and the weights its own experts'. Out: y for this rank's
 tokens, and the slots that its experts received. Rows travel as the context says; each expert's rows go through the
@@ -13,9 +13,16 @@ from torch import Tensor
 from moefuse.comm.context import resolve
 from moefuse.comm.routing import Call
 from moefuse.ops import kernels
-from moefuse.ops.kernels import Kernel, register_communicator, register_transposed
+from moefuse.ops.kernels import (
+    Kernel,
+    QuantKernel,
+    register_communicator,
+    register_quant_transport,
+    register_transposed,
+)
 from moefuse.ops.operands import Operands
 from moefuse.ops.options import Options
+from moefuse.ops.quantised import Quantisation
 
 
 @torch.no_grad()
@@ -28,6 +35,23 @@ def run(
 
 
 @torch.no_grad()
+def run_quantised(
+    kernel: QuantKernel,
+    context: Tensor | None,
+    operands: Operands,
+    options: Options,
+    quantisation: Quantisation,
+) -> tuple[Tensor, Tensor]:
+    """Likewise, of quantised experts: rows travel as they are in x, and are quantised where their expert is."""
+
+    def experts(context: Tensor | None, operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
+        return kernel(context, operands, options, quantisation)
+
+    assert context is not None  # by the operator's schema
+    return resolve(context).forward(Call(operands, options, experts, scheme=quantisation.quant))
+
+
+@torch.no_grad()
 def run_backward(
     context: Tensor, grad_y: Tensor, operands: Operands, options: Options, needs: Sequence[bool]
 ) -> list[Tensor]:
@@ -37,4 +61,5 @@ def run_backward(
 
 
 register_communicator(run)
+register_quant_transport(run_quantised)
 register_transposed(run_backward)

@@ -15,7 +15,7 @@ from moefuse.comm.errors import CapacityError, ContextError
 from moefuse.ops.expert import identity_ids, scale_rows, sum_dtype
 from moefuse.ops.kernels import Kernel
 from moefuse.ops.operands import Operands
-from moefuse.ops.options import Options
+from moefuse.ops.options import PACKED, Options
 
 _COMBINE_TOKENS = 64  # the rows of so many tokens are widened at a time, and stay in the cache
 
@@ -27,12 +27,16 @@ _KIND_BITS = 2
 
 
 class Call(NamedTuple):
-    """One step of one layer on this rank: its tokens, its own experts, and the kernel that computes them."""
+    """One step of one layer on this rank: its tokens, its own experts, and the kernel that computes them.
+
+    scheme: how the experts are quantised.
+    """
 
     operands: Operands
     options: Options
     kernel: Kernel
     kind: Kind = "inference"
+    scheme: str = "none"
 
     @property
     def x(self) -> Tensor:
@@ -52,7 +56,9 @@ class Call(NamedTuple):
     @property
     def out_features(self) -> int:
         """O."""
-        return self.operands.weight2[0].shape[-2 if self.options.transpose_weight2 else -1]
+        weight = self.operands.weight2[0]
+        outputs: int = weight.shape[-2 if self.options.transpose_weight2 else -1]
+        return outputs * PACKED if weight.dtype == torch.int32 else outputs
 
     def experts(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Rows [n, H], local expert of each [n, 1] int64, routing weights [n, 1] -> rows [n, O] in the dtype of x."""
@@ -78,9 +84,8 @@ class Call(NamedTuple):
     @property
     def fingerprint(self) -> int:
         """Equal on all ranks that are in the same kind of layer, for the same."""
-        layer = zlib.crc32(
-            repr((self.options, self.topk_ids.shape[1], self.x.shape[1], self.x.dtype)).encode()
-        )
+        shape = (self.topk_ids.shape[1], self.x.shape[1], self.x.dtype)
+        layer = zlib.crc32(repr((self.options, *shape, self.scheme)).encode())
         return layer << _KIND_BITS | _KINDS.index(self.kind)
 
 

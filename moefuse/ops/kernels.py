@@ -5,6 +5,7 @@ dictionary lookup per call. It lives below both so that the operator depends on 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -115,14 +116,41 @@ def register_quant_communicator(name: str, kernel: QuantKernel) -> None:
     _QUANT_COMMUNICATORS[name] = kernel
 
 
+class QuantTransport(Protocol):
+    """Computes one layer of quantised experts over all ranks of a context, the experts' rows with `kernel`."""
+
+    def __call__(
+        self,
+        kernel: QuantKernel,
+        context: Tensor | None,
+        operands: Operands,
+        options: Options,
+        quantisation: Quantisation,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns y [T, O] of this rank's tokens and expert_token_nums [local experts] int32."""
+        ...
+
+
+_QUANT_TRANSPORT: list[QuantTransport] = []
+
+
+def register_quant_transport(transport: QuantTransport) -> None:
+    """Make `transport` answer mega_moe.quant_ep of targets that don't communicate. The last registration holds."""
+    _QUANT_TRANSPORT[:] = [transport]
+
+
 def quant_communicator(name: str) -> QuantKernel:
     """What answers mega_moe.quant_ep(target=name). Raises ValueError listing the known names."""
     if name not in _QUANT_COMMUNICATORS:
         import_module("moefuse.targets")
-    if name not in _QUANT_COMMUNICATORS:
-        known = sorted(_QUANT_COMMUNICATORS)
+    if name in _QUANT_COMMUNICATORS:
+        return _QUANT_COMMUNICATORS[name]
+    if name not in _QUANT_KERNELS:
+        known = sorted({*_QUANT_COMMUNICATORS, *_QUANT_KERNELS})
         raise ValueError(f"mega_moe.quant_ep: target: expected one of {known}, got {name!r}")
-    return _QUANT_COMMUNICATORS[name]
+    if not _QUANT_TRANSPORT:
+        import_module("moefuse.comm")
+    return partial(_QUANT_TRANSPORT[0], _QUANT_KERNELS[name])
 
 
 class Communicator(Protocol):

@@ -32,7 +32,8 @@ from moefuse.patterns.facts import (
 )
 from moefuse.patterns.pieces import tally_of
 from moefuse.patterns.pointwise import EXACT, walk
-from moefuse.patterns.rank_facts import Block, Inflow, Local, Owned
+from moefuse.patterns.quantised import Quantised, RowScale
+from moefuse.patterns.rank_facts import Block, Census, Inflow, Local, Owned
 from moefuse.patterns.ranks import MOST_EXPERTS, arrival, carried, is_one_inflow, one_of, width_of
 from moefuse.patterns.router import chosen_from
 from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
@@ -102,6 +103,21 @@ def _counts(lift: Lifting, node: Node, fact: Fact, place: Place) -> Outcome:
     return Fact(bind(inflow.expr, binding), tuple(bind_group(group, binding) for group in dims))
 
 
+@rule("_c10d_functional::all_gather_into_tensor")
+def all_gather(lift: Lifting, node: Node) -> Outcome:
+    """counts [E] of the slots of each expert: [W * E], those of every rank."""
+    fact, place = lift.fact(argument(node, 0)), place_in(argument(node, 2, "group_name"))
+    expr = fact.expr
+    if place is None or not isinstance(expr, Count) or not isinstance(expr.ids, Leaf):
+        return None
+    experts, world = group_size(expr.at), place.world
+    whole = fact.dims == (expr.at,) and argument(node, 1) == world > 1
+    if not whole or not isinstance(experts, int) or experts % world:
+        return None
+    ranks, source = Ranks(place.name, world, place.rank, experts // world), Axis(world)
+    return Fact(Census(expr.ids, ranks, (source,), expr.at), ((source, *expr.at),))
+
+
 def _even(node: Node, world: int) -> bool:
     """True where every rank gets the same number of elements from every other."""
     pieces = [*argument(node, 1), *argument(node, 2)]
@@ -166,7 +182,8 @@ def _dispatch(lift: Lifting, node: Node, fact: Fact, order: Perm, place: Place) 
 def _only_slot(lift: Lifting, node: Node, fact: Fact) -> Perm | None:
     """The order of the one row that is sent: any, as counts of a single id say to which rank it goes."""
     counted = [expr for length in argument(node, 1) if isinstance(expr := lift.fact(length).expr, Inflow)]
-    if not fact.dims or not counted or counted[0].ids.axes or not isinstance(fact.expr, Leaf | Op):
+    rows = isinstance(fact.expr, Leaf | Op | Quantised | RowScale)
+    if not fact.dims or not counted or counted[0].ids.axes or not rows:
         return None
     return Perm(counted[0].ids.node, (), counted[0].ids)
 
@@ -225,8 +242,8 @@ def _named(length: object) -> str:
 
 
 def _sent(expr: Expr) -> Expr:
-    """The expression as read on the rank that rows come from."""
-    if not all(isinstance(e, Leaf | Op | Const) for e in walk(expr)):
+    """The expression as read on the rank that rows come from: rows of floats or of integers, or their scales."""
+    if not all(isinstance(e, Leaf | Op | Const | Quantised | RowScale) for e in walk(expr)):
         raise Conflict("what is sent to other ranks says where a slot lies on its own rank")
     return _marked(expr, True)
 
@@ -289,8 +306,12 @@ def blocks(lift: Lifting, node: Node) -> Outcome:
         return None
     if (turned := by_expert(expr, fact.dims)) is None:
         return None
-    if (rows := _dispatched(lift, node, expr)) is None:
-        raise Conflict("no rows came here yet that these counts are of")
+    came = _dispatched(lift, node, expr)
+    if len(came) != 1:
+        raise Conflict(
+            f"the rows that these counts are of came here in {len(came)} orders so far, not in one"
+        )
+    (rows,) = came
     key = rows.order.key
     assert isinstance(key, Leaf)
     ids = Leaf(key.node, key.index, True)
@@ -299,8 +320,8 @@ def blocks(lift: Lifting, node: Node) -> Outcome:
     return Fact(Block(ids, rows.ranks, turned), (lie,))
 
 
-def _dispatched(lift: Lifting, node: Node, counts: Inflow) -> Arrived | None:
-    """The order, expert by expert, in which the rows that are counted came here; None for none or several."""
+def _dispatched(lift: Lifting, node: Node, counts: Inflow) -> list[Arrived]:
+    """The orders, expert by expert, in which the rows that are counted came here."""
     found: dict[Node, Arrived] = {}
     for sent in node.graph.find_nodes(op="call_function", target=_OPERATOR):
         fact = lift.fact(sent) if sent < node else None
@@ -313,4 +334,4 @@ def _dispatched(lift: Lifting, node: Node, counts: Inflow) -> Arrived | None:
             and rows.ranks == counts.ranks
         ):
             found[rows.order.sort] = rows
-    return next(iter(found.values())) if len(found) == 1 else None
+    return list(found.values())

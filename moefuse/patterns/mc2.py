@@ -65,7 +65,7 @@ def _place(node: Node, first: int) -> tuple[Any, ...]:
 def npu_distribute_dispatch(lift: Lifting, node: Node) -> Outcome:
     """(rows of this rank's experts from all ranks, their scales, the way back, rows per expert, ...)."""
     own = dispatch_of(lift, node, argument(node, 0), argument(node, 1))
-    if own is None:
+    if own is None or not isinstance(own.leaf, Leaf):
         return None
     _demand_plain(node)
     group, world, rank, experts = _place(node, 2)

@@ -14,7 +14,8 @@ from moefuse.patterns.counts import covers
 from moefuse.patterns.facts import Axis, Conflict, Count, Dims, Fact, Group, Leaf, Offs, Perm, Pos, group_size
 from moefuse.patterns.hidden_states_quant import demand_absent, quantise
 from moefuse.patterns.pointwise import pointwise
-from moefuse.patterns.rank_facts import Among
+from moefuse.patterns.rank_facts import Among, Local
+from moefuse.patterns.ranks import numbered
 from moefuse.patterns.router import chosen_from, has_perm
 from moefuse.patterns.rules import Lifting, Outcome, argument, is_float, op_name, rule, value
 from moefuse.patterns.unify import Unifier
@@ -24,15 +25,15 @@ from moefuse.patterns.unify import Unifier
 class Dispatch:
     """What a sort of the ids gives: token rows and ids in expert order; `ids` in slot order [T, K].
 
-    key: what counts of the experts' rows count.
+    key: what counts of the experts' rows count. ids of rows that came from other ranks are one of each, [rows].
     """
 
     ids: Fact
-    leaf: Leaf
+    leaf: Leaf | Local
     slots: Group
     rows: Fact
     sorted_ids: Fact
-    key: Leaf | Among
+    key: Leaf | Local | Among
 
 
 ROUTING_V2 = "npu::npu_moe_init_routing_v2"
@@ -87,7 +88,14 @@ def npu_init_routing_v2(lift: Lifting, node: Node) -> Outcome:
     first, last = tuple(options["active_expert_range"]) or (0, experts)
     if not 0 <= first < last <= experts:
         raise Conflict(f"the init routing takes the experts {first}..{last - 1} of {experts}")
-    if (first, last) != (0, experts):
+    if isinstance(dispatch.key, Local):
+        own, experts = dispatch.key.ranks.experts, last
+        if (first, last) != (0, own):
+            raise Conflict(
+                f"rows that came from other ranks are sorted by the experts {first}..{last - 1} of this one, which "
+                f"has {own}"
+            )
+    elif (first, last) != (0, experts):
         dispatch, experts = _among(node, dispatch, first, last - first), last - first
     if options["active_num"] > 0:
         _demand_all(options["active_num"], group_size(dispatch.slots), "slots")
@@ -225,8 +233,12 @@ def absolute(lift: Lifting, node: Node) -> Outcome:
     if not isinstance(fact.expr, Pos):
         return pointwise(lift, node)
     for digit in fact.expr.group:
-        if not isinstance(digit, Perm) or op_name(digit.sort) != ROUTING_V2 or isinstance(digit.key, Among):
-            continue  # of some experts only: whoever takes rows by it is asked what slots without a row add
+        if not isinstance(digit, Perm) or op_name(digit.sort) != ROUTING_V2:
+            continue
+        if isinstance(digit.key, Among | Local):
+            # Of some experts only: whoever takes rows by it is asked what slots without a row add. Rows that came here
+            # are all of this rank's experts.
+            continue
         chosen, experts = chosen_from(digit.key), value(digit.sort.kwargs["expert_num"])
         if chosen is None or chosen > experts:
             raise Conflict(
@@ -237,8 +249,13 @@ def absolute(lift: Lifting, node: Node) -> Outcome:
 
 
 def dispatch_of(lift: Lifting, node: Node, x_node: Node, ids_node: Node) -> Dispatch | None:
-    """Token rows sorted by the ids, if the ids are a plain tensor that is taken whole. Ids of one slot may be 1-D."""
-    x, ids = lift.fact(x_node), lift.fact(ids_node)
+    """Token rows sorted by the ids, if the ids are a plain tensor that is taken whole. Ids of one slot may be 1-D.
+
+    Rows that came from other ranks likewise, by the numbers of their experts on this one.
+    """
+    x, ids = lift.fact(x_node), numbered(lift.fact(ids_node))
+    if isinstance(ids.expr, Local):
+        return _of_arrived(node, x, ids)
     leaf = covers(ids)
     if (
         not isinstance(leaf, Leaf)
@@ -255,6 +272,23 @@ def dispatch_of(lift: Lifting, node: Node, x_node: Node, ids_node: Node) -> Disp
     order: Group = (Perm(node, slots, ids.expr),) if slots else ()
     rows = Fact(unifier.expr(x.expr), (order, unifier.resolve(x.dims[1])))
     return Dispatch(ids, leaf, slots, rows, Fact(ids.expr, (order,)), leaf)
+
+
+def _of_arrived(node: Node, x: Fact, ids: Fact) -> Dispatch | None:
+    """Rows in the order of arrival, sorted by the experts of this rank."""
+    numbers = Fact(ids.expr, ids.dims[:1])
+    local = covers(numbers)
+    if not isinstance(local, Local) or any(ids.dims[1:]) or len(x.dims) != 2:
+        return None
+    unifier = Unifier()
+    came = unifier.unify(numbers.dims[0], x.dims[0])
+    if has_perm(came):
+        return None
+    key = unifier.expr(local)
+    assert isinstance(key, Local)
+    order: Group = (Perm(node, came, key),)
+    rows = Fact(unifier.expr(x.expr), (order, unifier.resolve(x.dims[1])))
+    return Dispatch(Fact(key, (came, ())), key, came, rows, Fact(key, (order,)), key)
 
 
 def _demand_all(kept: int, size: Size, what: str) -> None:

@@ -13,6 +13,7 @@ from moefuse.patterns.rank_facts import Inflow
 from moefuse.patterns.ranks import summed_counts
 from moefuse.patterns.rules import Lifting, Outcome, argument, rule
 from moefuse.patterns.runs import rows_by_expert
+from moefuse.patterns.unify import Unifier
 
 _OPTIONS: dict[str, tuple[Any, Any]] = {
     "expert_token_num_type": (1, "running counts"),
@@ -63,7 +64,12 @@ def _moved(rows: Fact, order: Group) -> Fact:
     return Fact(rows.expr, (order, *rows.dims[1:]))
 
 
-def _scales(lift: Lifting, node: Node, arrived: Arrived, order: Group) -> Fact | None:
-    """Scales that came with the rows."""
-    fact = lift.fact(node)
-    return _moved(fact, order) if fact.dims == ((arrived,),) else None
+def _scales(lift: Lifting, node: Node, arrived: Arrived, order: Group) -> Fact:
+    """Scales that came with the rows. Raises Conflict for others."""
+    fact, unifier = lift.fact(node), Unifier()
+    if len(fact.dims) != 1:
+        raise Conflict(
+            "rows are put in order by expert (npu_moe_re_routing) with more than one scale each", node
+        )
+    unifier.unify((arrived,), fact.dims[0])
+    return Fact(unifier.expr(fact.expr), (unifier.resolve(order),))

@@ -27,7 +27,7 @@ from moefuse.patterns.facts import (
     Part,
     Pos,
 )
-from moefuse.patterns.rank_facts import Begin, Block, Inflow, Local, Owned
+from moefuse.patterns.rank_facts import Begin, Block, Census, Inflow, Local, Owned
 from moefuse.patterns.ranks import arrival_of, as_local
 from moefuse.patterns.rules import Lifting, Outcome, argument, is_float, op_name, rule, value
 from moefuse.patterns.runs import moved_place
@@ -70,7 +70,7 @@ def cast(lift: Lifting, node: Node) -> Outcome:
     target = value(node).dtype
     if value(argument(node, 0)).device != value(node).device:
         return None
-    if isinstance(fact.expr, Count | Offs | Pos | Owned | Inflow | Local | Block | Begin):
+    if isinstance(fact.expr, Count | Offs | Pos | Owned | Inflow | Census | Local | Block | Begin):
         return fact if target in EXACT else None
     if isinstance(fact.expr, OneHot) or is_mask(fact.expr):
         return fact if target in (*EXACT, torch.bool) else pointwise(lift, node)

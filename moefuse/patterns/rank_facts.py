@@ -10,7 +10,7 @@ from typing import Self
 
 from torch.fx import Node
 
-from moefuse.patterns.facts import Expr, Group, Leaf, Ranks
+from moefuse.patterns.facts import Expr, Group, Leaf, Part, Ranks, group_size
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,30 @@ class Inflow(Expr):
 
     def groups(self) -> Iterator[Group]:
         yield from (self.source, self.at or ())
+
+
+@dataclass(frozen=True)
+class Census(Expr):
+    """How many elements of `ids` on rank `source` are expert `at`, of the experts of all ranks."""
+
+    ids: Leaf
+    ranks: Ranks
+    source: Group
+    at: Group
+
+    def groups(self) -> Iterator[Group]:
+        yield from (self.source, self.at)
+
+    @property
+    def inflow(self) -> Inflow | None:
+        """What comes here, if `at` stands for this rank's experts in their order: a slice, or their row of a table."""
+        ranks, (first, *rest) = self.ranks, self.at or (None,)
+        if not isinstance(first, Part) or first.step != 1:
+            return None
+        size = ranks.world if rest else ranks.world * ranks.experts
+        start, length = (ranks.rank, 1) if rest else (ranks.first, ranks.experts)
+        own = (first.start, group_size(first.group), first.size) == (start, length, size)
+        return Inflow(self.ids, ranks, self.source, (*first.group, *rest)) if own else None
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from moefuse.patterns.facts import (
     group_size,
 )
 from moefuse.patterns.quantised import Dequant, QuantDot, Quantised, RowScale
-from moefuse.patterns.rank_facts import Among, Begin, Block, Inflow, Local, Owned, Spread
+from moefuse.patterns.rank_facts import Among, Begin, Block, Census, Inflow, Local, Owned, Spread
 
 Binding = Mapping[Axis, Group]
 
@@ -122,6 +122,11 @@ def _bind_coords(expr: Coords, binding: Binding) -> Expr:
     return Coords(columns, at)
 
 
+def _bind_census(expr: Census, binding: Binding) -> Expr:
+    bound = replace(expr, source=bind_group(expr.source, binding), at=bind_group(expr.at, binding))
+    return bound if bound.inflow is None else bound.inflow
+
+
 def _at(group: Group | None, binding: Binding) -> Group | None:
     return None if group is None else bind_group(group, binding)
 
@@ -154,6 +159,7 @@ _BINDERS: dict[type, Callable[[Any, Binding], Expr]] = {
     Owned: lambda e, b: Owned(e.ids, bind_group(e.at, b), e.experts),
     Inflow: lambda e, b: Inflow(e.ids, e.ranks, bind_group(e.source, b), _at(e.at, b)),
     Local: lambda e, b: e.rebuilt(lambda part: bind(part, b)),
+    Census: _bind_census,
     Begin: lambda e, b: replace(e, source=_at(e.source, b), at=_at(e.at, b)),
     Block: lambda e, b: e.rebuilt(lambda part: bind(part, b)),
     Among: lambda e, b: e.rebuilt(lambda part: bind(part, b)),

@@ -37,7 +37,7 @@ from moefuse.patterns.facts import (
     Tally,
 )
 from moefuse.patterns.quantised import Dequant, Quantised, RowScale
-from moefuse.patterns.rank_facts import Among, Begin, Block, Inflow, Local, Owned, Spread
+from moefuse.patterns.rank_facts import Among, Begin, Block, Census, Inflow, Local, Owned, Spread
 from moefuse.patterns.unify import bind
 
 _LETTERS = "ijklmnabcdefgh"
@@ -175,6 +175,7 @@ _SAY: dict[type[Expr], Any] = {
         f"how many of `{e.ids.node.name}` on rank {s.group(e.source)} are "
         + (f"this rank's expert {s.group(e.at)}" if e.at else "experts of this rank")
     ),
+    Census: lambda s, e: f"how many of `{e.ids.node.name}` on rank {s.group(e.source)} are {s.group(e.at)}",
     Begin: lambda s, e: s.begin(e),
     Local: lambda s, e: f"({s.expr(e.ids)} among the experts of this rank)",
     Block: lambda s, e: f"(the rank of a row, and {s.expr(e.ids)} among the experts of this one)",

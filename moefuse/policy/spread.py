@@ -13,7 +13,7 @@ from moefuse.policy.check import Check
 
 TARGETS = ("cpu", "npu", "reference")
 """Targets that can: rows travel as the context says, the npu target exchanges them itself."""
-QUANTISED = ("npu",)
+QUANTISED = ("npu", "reference")
 """Those that can with quantised experts."""
 
 
@@ -85,7 +85,8 @@ CHECKS = (
         "ep_quant",
         ("target", "quant"),
         lambda s: s.quant == "none" or s.target in QUANTISED,
-        "the experts are quantised as {quant} and spread over ranks; of the targets only npu has a kernel for that",
+        "the experts are quantised as {quant} and spread over ranks; of the targets only npu and reference "
+        "have a kernel for that",
         subject=SpreadLayer,
     ),
     Check("ep_group", ("group", "ep_group"), _group, subject=SpreadLayer),

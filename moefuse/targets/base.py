@@ -69,6 +69,7 @@ class Target(ABC):
     ) -> tuple[Tensor, Tensor]:
         """Compute a layer of quantised experts, likewise.
 
-        A target without it is no target of `mega_moe.quant`; of one that communicates, it answers `quant_ep`.
+        A target without it is no target of `mega_moe.quant`. Of one that communicates it answers `quant_ep` alone; the
+        others answer that as well, rows travelling as the context says.
         """
         raise NotImplementedError(f"{self.name}: no quantised experts")

@@ -50,6 +50,7 @@ def w4a16(rows: Tensor, scales: Tensor | None, counts: Tensor, tensors: tuple[Te
 
 
 MLPS: dict[str, Mlp] = {"bf16": floats, "w8a8": w8a8, "w4a8": w4a8, "w4a16": w4a16}
+ROWS_OF_INTEGERS = ("w8a8", "w4a8")
 
 
 def allgather(x: Tensor, logits: Tensor, *tensors: Tensor, scheme: str = "bf16") -> Tensor:
@@ -63,7 +64,7 @@ def allgather(x: Tensor, logits: Tensor, *tensors: Tensor, scheme: str = "bf16")
         expert_tokens_num_type=1,
         expert_tokens_num_flag=True,
         active_expert_range=[FIRST, FIRST + LOCAL],
-        quant_mode=1 if scheme in ("w8a8", "w4a8") else -1,
+        quant_mode=1 if scheme in ROWS_OF_INTEGERS else -1,
     )
     y = MLPS[scheme](rows, scales, counts, tensors)
     return npu.npu_moe_token_unpermute(y, row_idx.abs(), routing.to(x.dtype))
@@ -79,7 +80,7 @@ def without_shell(x: Tensor, logits: Tensor, *tensors: Tensor, scheme: str = "bf
         expert_tokens_num_type=1,
         expert_tokens_num_flag=True,
         active_expert_range=[FIRST, FIRST + LOCAL],
-        quant_mode=1 if scheme in ("w8a8", "w4a8") else -1,
+        quant_mode=1 if scheme in ROWS_OF_INTEGERS else -1,
     )
     y = MLPS[scheme](rows, scales, counts, tensors)
     return npu.npu_moe_finalize_routing(
@@ -90,7 +91,7 @@ def without_shell(x: Tensor, logits: Tensor, *tensors: Tensor, scheme: str = "bf
 def mc2(x: Tensor, logits: Tensor, *tensors: Tensor, scheme: str = "bf16") -> Tensor:
     """vllm-ascend, SGLang: dispatch and combine over the ranks, each one operator."""
     routing, ids = route(logits)
-    mode = 2 if scheme in ("w8a8", "w4a8") else 0
+    mode = 2 if scheme in ROWS_OF_INTEGERS else 0
     rows, scales, where, counts, received, _, _ = npu.npu_moe_distribute_dispatch_v2(
         x, ids, GROUP, WORLD, RANK, E, quant_mode=mode
     )
@@ -101,7 +102,7 @@ def mc2(x: Tensor, logits: Tensor, *tensors: Tensor, scheme: str = "bf16") -> Te
 def mc2_older(x: Tensor, logits: Tensor, *tensors: Tensor, scheme: str = "bf16") -> Tensor:
     """The first versions of both operators."""
     routing, ids = route(logits)
-    mode = 2 if scheme in ("w8a8", "w4a8") else 0
+    mode = 2 if scheme in ROWS_OF_INTEGERS else 0
     rows, scales, index, counts, received, _, _ = npu.npu_moe_distribute_dispatch(
         x, ids, GROUP, WORLD, RANK, E, quant_mode=mode
     )
@@ -110,27 +111,90 @@ def mc2_older(x: Tensor, logits: Tensor, *tensors: Tensor, scheme: str = "bf16")
 
 
 def alltoall(x: Tensor, logits: Tensor, *tensors: Tensor, scheme: str = "bf16") -> Tensor:
-    """vllm-ascend: permute, exchange, order the rows by expert, and all of it back. Needs a group, see `grouped`."""
-    name = dist.group.WORLD.group_name  # type: ignore[union-attr]
-
-    def exchange(rows: Tensor, received: list[int], sent: list[int]) -> Tensor:
-        moved = torch.ops._c10d_functional.all_to_all_single(rows, received, sent, name)
-        result: Tensor = torch.ops._c10d_functional.wait_tensor(moved)
-        return result
-
+    """Permute, exchange, order the rows by expert, and all of it back. Needs a group, see `grouped`."""
     routing, ids = route(logits)
     rows, row_idx = npu.npu_moe_token_permute(x, ids)
-    counts = torch.histc(ids.float(), bins=E, min=0, max=E).to(torch.int64)
+    counts = histogram(ids)
     arrived = exchange(counts, [LOCAL] * WORLD, [LOCAL] * WORLD).view(WORLD, LOCAL)
     sent, received = (lengths(runs.sum(1)) for runs in (counts.view(WORLD, LOCAL), arrived))
     rows = exchange(rows, received, sent)
     rows, _, order, counts = npu.npu_moe_re_routing(rows, arrived)
     scales = None
-    if scheme in ("w8a8", "w4a8"):
+    if scheme in ROWS_OF_INTEGERS:
         rows, scales = npu.npu_dynamic_quant(rows)
     y = MLPS[scheme](rows, scales, counts, tensors)
     y = exchange(y[order.argsort()], sent, received)
     return npu.npu_moe_token_unpermute(y, row_idx, routing.to(x.dtype))
+
+
+def alltoall_sent_quantised(x: Tensor, logits: Tensor, *tensors: Tensor, scheme: str = "bf16") -> Tensor:
+    """The same with rows quantised before they travel: int8 and a scale each go to the other ranks."""
+    routing, ids = route(logits)
+    rows, row_idx = npu.npu_moe_token_permute(x, ids)
+    counts = histogram(ids)
+    arrived = exchange(counts, [LOCAL] * WORLD, [LOCAL] * WORLD).view(WORLD, LOCAL)
+    sent, received = (lengths(runs.sum(1)) for runs in (counts.view(WORLD, LOCAL), arrived))
+    scales = None
+    if scheme in ROWS_OF_INTEGERS:
+        rows, scales = npu.npu_dynamic_quant(rows)
+        scales = exchange(scales, received, sent)
+    rows = exchange(rows, received, sent)
+    rows, scales, order, counts = npu.npu_moe_re_routing(rows, arrived, per_token_scales=scales)
+    y = MLPS[scheme](rows, scales, counts, tensors)
+    y = exchange(y[order.argsort()], sent, received)
+    return npu.npu_moe_token_unpermute(y, row_idx, routing.to(x.dtype))
+
+
+def alltoall_vllm(x: Tensor, logits: Tensor, *tensors: Tensor, scheme: str = "bf16") -> Tensor:
+    """vllm-ascend: counts of all ranks are gathered, and the rows that came are permuted by their experts."""
+    routing, ids = route(logits)
+    counts = histogram(ids)
+    gathered = torch.ops._c10d_functional.all_gather_into_tensor(counts, WORLD, group_name())
+    every = torch.ops._c10d_functional.wait_tensor(gathered).view(WORLD, E)
+    arrived = every[:, FIRST : FIRST + LOCAL]
+    sent, received = (lengths(runs.sum(-1)) for runs in (counts.view(WORLD, LOCAL), arrived))
+    rows, row_idx = npu.npu_moe_token_permute(x, ids)
+    counts, scales = arrived.sum(0), None
+    if scheme in ROWS_OF_INTEGERS:
+        rows, scales = npu.npu_dynamic_quant(rows)
+        scales = exchange(scales, received, sent)
+    rows = exchange(rows, received, sent)
+    experts = (torch.arange(E) % LOCAL)[torch.repeat_interleave(arrived.reshape(-1))].to(torch.int32)
+    if scheme in ROWS_OF_INTEGERS:
+        rows, order, _, scales = npu.npu_moe_init_routing_v2(
+            rows,
+            experts.unsqueeze(-1),
+            scale=scales,
+            expert_num=LOCAL,
+            expert_tokens_num_type=1,
+            expert_tokens_num_flag=True,
+            active_expert_range=[0, LOCAL],
+            quant_mode=-1,
+            row_idx_type=0,
+        )
+    else:
+        rows, order = npu.npu_moe_token_permute(rows, experts)
+    y = npu.npu_moe_token_unpermute(MLPS[scheme](rows, scales, counts, tensors), order)
+    y = exchange(y, sent, received)
+    return npu.npu_moe_token_unpermute(y, row_idx, routing.to(x.dtype), restore_shape=x.shape)
+
+
+def group_name() -> str:
+    """Of the group that all ranks are in."""
+    name: str = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    return name
+
+
+def exchange(rows: Tensor, received: list[int], sent: list[int]) -> Tensor:
+    """all_to_all_single over that group."""
+    moved = torch.ops._c10d_functional.all_to_all_single(rows, received, sent, group_name())
+    result: Tensor = torch.ops._c10d_functional.wait_tensor(moved)
+    return result
+
+
+def histogram(ids: Tensor) -> Tensor:
+    """Slots per expert."""
+    return torch.histc(ids.float(), bins=E, min=0, max=E).to(torch.int64)
 
 
 def lengths(counts: Tensor) -> list[int]:
@@ -151,4 +215,6 @@ SHELLS = {
     "MC2": mc2,
     "MC2, first version": mc2_older,
     "ALLTOALL": alltoall,
+    "ALLTOALL, quantised rows travel": alltoall_sent_quantised,
+    "ALLTOALL of vllm-ascend": alltoall_vllm,
 }

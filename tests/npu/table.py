@@ -143,7 +143,7 @@ def rendered() -> str:
         lines += [f"| {engine} | {what} | {', '.join(names)} | {said} |" for said, names in grouped.items()]
     lines += ["", f"| shell | {' | '.join(shells.MLPS)} |", "|---" * (len(shells.MLPS) + 1) + "|"]
     for name in shells.SHELLS:
-        with shells.grouped() if name == "ALLTOALL" else nullcontext():
+        with shells.grouped() if name.startswith("ALLTOALL") else nullcontext():
             said = [verdict(shell(name, scheme)) for scheme in shells.MLPS]
         lines.append(f"| {name} | {' | '.join(said)} |")
     return "\n".join(lines)

@@ -1,6 +1,7 @@
 """Rows that travel by all_to_all_single around Ascend's operators: one layer over ranks, or refused by its name."""
 
 from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,7 +19,7 @@ from moefuse.testing import npu_reference_kernels
 from tests.comm.ranks import run_ranks, values
 from tests.npu import shells
 from tests.npu.sequences import E, K, npu, route
-from tests.npu.shells import LOCAL, MLPS, RANK, WORLD, lengths
+from tests.npu.shells import LOCAL, MLPS, RANK, WORLD, exchange, histogram, lengths
 from tests.npu.test_shells import T, captured, operands, why
 
 
@@ -28,33 +29,52 @@ def group() -> Iterator[None]:
         yield
 
 
+SPELLINGS = [name for name in shells.SHELLS if name.startswith("ALLTOALL")]
+
+
 @pytest.mark.parametrize("scheme", MLPS)
-def test_it_is_one_layer_over_ranks(scheme: str, group: None) -> None:
-    (site,) = lift(captured(shells.alltoall, scheme).graph).sites
+@pytest.mark.parametrize("shell", SPELLINGS)
+def test_it_is_one_layer_over_ranks(shell: str, scheme: str, group: None) -> None:
+    (site,) = lift(captured(shells.SHELLS[shell], scheme).graph).sites
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
     assert site.layer.ranks == Ranks(name, WORLD, RANK, LOCAL)
     assert (site.spec.num_experts, site.spec.top_k, site.spec.ids_checked) == (E, K, True)
     assert site.spec.quant == ("none" if scheme == "bf16" else scheme)
 
 
-def two_ranks(rank: int, world: int) -> tuple[int, float]:
-    """How many layers of the compiled program are fused, and how far it is from the operators' own result."""
+TOGETHER = (
+    ("ALLTOALL", "bf16"),
+    ("ALLTOALL, quantised rows travel", "w8a8"),
+    ("ALLTOALL of vllm-ascend", "w4a8"),
+)
+
+
+def two_ranks(rank: int, world: int) -> list[tuple[int, float]]:
+    """How many layers of each compiled program are fused, and how far it is from the operators' own result."""
     npu_reference_kernels.install()
-    x, logits, w13, w2 = operands("bf16", E)
-    own = slice(rank * E // world, (rank + 1) * E // world)
-    arguments = (x + rank, logits.roll(rank, 1), w13[own], w2[own])
+    shells.RANK, shells.FIRST = rank, rank * LOCAL
+    own = slice(shells.FIRST, shells.FIRST + LOCAL)
     options = {"inner": "eager", "target": "reference", "ep_max_tokens": T}
-    with torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=True):
-        want = shells.alltoall(*arguments)
-        got = torch.compile(shells.alltoall, backend="moefuse", options=options, fullgraph=True)(*arguments)
-    return moefuse.reports()[-1].fused, float((got.double() - want.double()).norm() / want.double().norm())
+    found = []
+    for shell, scheme in TOGETHER:
+        layer = partial(shells.SHELLS[shell], scheme=scheme)
+        x, logits, *tensors = operands(scheme, E)
+        arguments = (x + rank, logits.roll(rank, 1), *(tensor[own] for tensor in tensors))
+        torch._dynamo.reset()
+        with torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=True):
+            want = layer(*arguments)
+            got = torch.compile(layer, backend="moefuse", options=options, fullgraph=True)(*arguments)
+        off = float((got.double() - want.double()).norm() / want.double().norm())
+        found.append((moefuse.reports()[-1].fused, off))
+    return found
 
 
 @pytest.mark.skipif(find_spec("torch_npu") is not None, reason="the ranks have no emulated runtime")
 def test_two_ranks_fuse_it() -> None:
-    for fused, off in values(run_ranks(2, two_ranks)):
-        assert fused == 1
-        assert off < 1e-2  # bfloat16, rounded in other places
+    for found in values(run_ranks(2, two_ranks)):
+        for (shell, scheme), (fused, off) in zip(TOGETHER, found, strict=True):
+            assert fused == 1, (shell, scheme)
+            assert off < 1e-2, (shell, scheme)  # bfloat16, rounded in other places
 
 
 # --- what isn't that layer -----------------------------------------------------------------------------------
@@ -64,15 +84,8 @@ def changed(what: str) -> Any:
     """The layer in bf16 with one thing done otherwise."""
 
     def layer(x: Tensor, logits: Tensor, *tensors: Tensor, scheme: str = "bf16") -> Tensor:
-        name = dist.group.WORLD.group_name  # type: ignore[union-attr]
-
-        def exchange(rows: Tensor, received: list[int], sent: list[int]) -> Tensor:
-            moved = torch.ops._c10d_functional.all_to_all_single(rows, received, sent, name)
-            result: Tensor = torch.ops._c10d_functional.wait_tensor(moved)
-            return result
-
         def counted(ids: Tensor) -> tuple[Tensor, Tensor]:
-            counts = torch.histc(ids.float(), bins=E, min=0, max=E).to(torch.int64)
+            counts = histogram(ids)
             return counts.view(WORLD, LOCAL), exchange(counts, [LOCAL] * WORLD, [LOCAL] * WORLD).view(
                 WORLD, LOCAL
             )
@@ -130,3 +143,84 @@ def test_an_argument_without_a_rule(argument: str, value: int, words: str, group
     (node,) = graph_module.graph.find_nodes(op="call_function", target=npu.npu_moe_re_routing.default)
     node.kwargs = {**node.kwargs, argument: value}
     assert words in why(graph_module)
+
+
+# --- integers and their scales that don't belong together ----------------------------------------------------
+
+
+def sent_apart(what: str) -> Any:
+    """Rows that travel as int8, in the spelling of vllm-ascend, with one thing done otherwise."""
+
+    def layer(x: Tensor, logits: Tensor, *tensors: Tensor, scheme: str = "w8a8") -> Tensor:
+        routing, ids = route(logits)
+        others = route(-logits)[1]
+
+        def everywhere(ids: Tensor) -> Tensor:
+            name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+            gathered = torch.ops._c10d_functional.all_gather_into_tensor(histogram(ids), WORLD, name)
+            waited: Tensor = torch.ops._c10d_functional.wait_tensor(gathered)
+            return waited.view(WORLD, E)
+
+        first = 0 if what == "counts of another rank's experts" else shells.FIRST
+        arrived = everywhere(others if what == "counts of other ids" else ids)[:, first : first + LOCAL]
+        if what == "counts rank by rank in a table":
+            arrived = everywhere(ids).view(WORLD, WORLD, LOCAL)[:, RANK]
+        sent, received = lengths(histogram(ids).view(WORLD, LOCAL).sum(-1)), lengths(arrived.sum(-1))
+        rows, row_idx = npu.npu_moe_token_permute(x, ids)
+        other_scales = npu.npu_dynamic_quant(rows * 2)[1]
+        rows, scales = npu.npu_dynamic_quant(rows)
+        if what == "scales of other rows":
+            scales = other_scales
+        if what == "scales in another order":
+            scales = scales.flip(0)
+        early = torch.repeat_interleave(arrived.reshape(-1))
+        if what == "scales sent by other ids":
+            sent_too = lengths(histogram(others).view(WORLD, LOCAL).sum(-1))
+            scales = exchange(scales, received, sent_too)
+        elif what != "scales that stay":
+            scales = exchange(scales, received, sent)
+        rows = exchange(rows, received, sent)
+        runs = early if what == "numbers before their rows" else torch.repeat_interleave(arrived.reshape(-1))
+        experts = (torch.arange(E) % LOCAL)[runs].to(torch.int32)
+        rows, order, counts, scales = npu.npu_moe_init_routing_v2(
+            rows,
+            experts.unsqueeze(-1),
+            scale=scales,
+            expert_num=LOCAL + 1 if what == "one expert more" else LOCAL,
+            expert_tokens_num_type=1,
+            expert_tokens_num_flag=True,
+            active_expert_range=[0, LOCAL - 1] if what == "one expert less" else [0, LOCAL],
+            row_idx_type=1 if what == "indices of the other kind" else 0,
+        )
+        if what == "the absolute value of indices":
+            order = order.abs()
+        y = npu.npu_moe_token_unpermute(MLPS[scheme](rows, scales, counts, tensors), order)
+        return npu.npu_moe_token_unpermute(exchange(y, sent, received), row_idx, routing.to(x.dtype))
+
+    return layer
+
+
+APART = {
+    "scales of other rows": "multiplied by the scales of other rows",
+    "scales in another order": "is this rank's own, the other operand came from all ranks",
+    "scales sent by other ids": "their pieces count",
+    "scales that stay": "elements do not line up",
+    "numbers before their rows": "came here in 0 orders so far, not in one",
+    "counts of other ids": "count other ids than they are sorted by",
+    "counts of another rank's experts": "isn't proved to be what each rank said it sends",
+    "one expert less": "are sorted by the experts 0..2 of this one, which has 4",
+    "indices of the other kind": "are taken by the permutation itself, not by its inverse",
+}
+
+
+@pytest.mark.parametrize(
+    "what", ["nothing", "counts rank by rank in a table", "the absolute value of indices", "one expert more"]
+)
+def test_integers_and_their_scales_travel(what: str, group: None) -> None:
+    (site,) = lift(captured(sent_apart(what), "w8a8").graph).sites
+    assert (site.spec.quant, site.spec.ep_world_size) == ("w8a8", WORLD)
+
+
+@pytest.mark.parametrize("what", APART)
+def test_integers_and_scales_that_parted_are_refused(what: str, group: None) -> None:
+    assert APART[what] in why(captured(sent_apart(what), "w8a8"))

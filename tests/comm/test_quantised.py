@@ -1,0 +1,105 @@
+"""Quantised experts that are spread over ranks, on a target that doesn't communicate itself."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import moefuse.targets  # noqa: F401  (registers the operators)
+from moefuse.comm import Capacity, ContextError, PeerError, context_for
+from moefuse.ops.quantised import SCHEMES
+from tests.comm.ranks import run_ranks, values
+from tests.npu.quant_sequences import E, H, K, weights
+
+TOKENS = (5, 0)
+"""Of each of two ranks: one has none."""
+
+
+def lists(scheme: str, own: slice) -> dict[str, list[Tensor]]:
+    """Some of the experts' tensors, by the names of the operator's arguments."""
+    w = weights(scheme)
+    offsets = scheme.endswith("a16")
+    given: dict[str, list[Tensor]] = {
+        "weight1": [w.w13[own]],
+        "weight2": [w.w2[own]],
+        "bias1": [w.o13[own]] if scheme == "w4a8" else [],
+        "bias2": [w.o2[own]] if scheme == "w4a8" else [],
+        "weight_scales1": [w.s13[own]],
+        "weight_scales2": [w.s2[own]],
+        "weight_offsets1": [w.o13[own]] if offsets else [],
+        "weight_offsets2": [w.o2[own]] if offsets else [],
+    }
+    return given
+
+
+def tokens(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x, ids, routing weights of one rank. One slot's expert is nowhere."""
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(TOKENS[rank], H, generator=generator).bfloat16()
+    routing, ids = torch.randn(TOKENS[rank], E, generator=generator).softmax(-1).topk(K)
+    ids[:1, :1] = E
+    return x, ids, routing
+
+
+def over_ranks(rank: int, world: int, scheme: str, transport: Any) -> tuple[Tensor, Tensor]:
+    """y of this rank's tokens, rows of each of its experts."""
+    made = context_for(
+        None, Capacity(world, E, K, H, H, max(TOKENS), dtype=torch.bfloat16), transport=transport
+    )
+    own = slice(rank * E // world, (rank + 1) * E // world)
+    y, nums = torch.ops.moefuse.mega_moe.quant_ep(
+        *(made.tensor, *tokens(rank)),
+        **lists(scheme, own),
+        quant=scheme,
+        num_experts=E,
+        ep_world_size=world,
+        transpose_weight1=False,
+        transpose_weight2=False,
+        target="reference",
+    )
+    return y, nums
+
+
+@pytest.mark.parametrize("transport", ["shared memory", "collectives"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_two_ranks_give_what_one_gives(scheme: str, transport: str) -> None:
+    got = values(run_ranks(2, over_ranks, scheme, transport))
+    x, ids, routing = (torch.cat(parts) for parts in zip(tokens(0), tokens(1), strict=True))
+    want, counts = torch.ops.moefuse.mega_moe.quant(
+        *(None, x, ids, routing),
+        **lists(scheme, slice(None)),
+        quant=scheme,
+        num_experts=E,
+        transpose_weight1=False,
+        transpose_weight2=False,
+    )
+    assert torch.equal(torch.cat([y for y, _ in got]), want)  # rows are bfloat16 either way
+    assert torch.equal(torch.cat([nums for _, nums in got]), counts)
+    assert int(counts.sum()) == ids.numel() - 1
+
+
+def of_other_schemes(rank: int, world: int) -> None:
+    over_ranks(rank, world, ("w8a8", "w8a16")[rank], "collectives")
+
+
+def test_ranks_with_other_schemes_are_told() -> None:
+    errors = [outcome.error or ("", "") for outcome in run_ranks(2, of_other_schemes)]
+    assert {name for name, _ in errors} <= {ContextError.__name__, PeerError.__name__}  # who sees it first
+    assert all("runs another layer than rank 0" in text for _, text in errors)
+
+
+def test_an_unknown_target_names_those_that_can() -> None:
+    with pytest.raises(
+        ValueError, match=r"quant_ep: target: expected one of \['npu', 'reference'\], got 'cpu'"
+    ):
+        torch.ops.moefuse.mega_moe.quant_ep(
+            *(torch.zeros(4, dtype=torch.int64), *tokens(0)),
+            **lists("w8a8", slice(E // 2)),
+            quant="w8a8",
+            num_experts=E,
+            ep_world_size=2,
+            transpose_weight1=False,
+            transpose_weight2=False,
+            target="cpu",
+        )
