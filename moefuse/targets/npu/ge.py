@@ -120,7 +120,10 @@ def _converted(
     machine: Machine = targets.get("npu").machine  # type: ignore[attr-defined]
     made = only_one(Asked.of(x.symsize[1], topk_ids.symsize[1], options, scheme))
     if made.hccl:
-        raise PlanError("target: the layer runs as dispatch_ffn_combine, for which GE has no converter")
+        raise PlanError(
+            "target: the layer runs as dispatch_ffn_combine, which can't stand in a GE graph: vllm-ascend's operator "
+            "DispatchFFNCombine infers no shape of its outputs; npugraph_ex and mode='reduce-overhead' capture it"
+        )
     transposed = [name for name in ("transpose_weight1", "transpose_weight2") if getattr(options, name)]
     if transposed:
         raise PlanError(

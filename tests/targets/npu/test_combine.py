@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,12 +11,22 @@ from torch import Tensor
 
 import moefuse.ops  # noqa: F401  registers the operator
 from moefuse import targets
+from moefuse.ops.options import Options
 from moefuse.ops.spec import MoeSpec
-from moefuse.targets.npu import Identified, NpuContext, NpuContextError, Sizes, close_npu_contexts, formats
+from moefuse.targets.npu import (
+    Identified,
+    NpuContext,
+    NpuContextError,
+    Sizes,
+    close_npu_contexts,
+    formats,
+    ge,
+)
 from moefuse.targets.npu import combine as module
 from moefuse.targets.npu import context as contexts
 from moefuse.targets.npu.combine import loaded
 from moefuse.targets.npu.machine import Machine
+from moefuse.targets.npu.plan import PlanError
 from moefuse.targets.npu.target import NpuTarget
 
 W, E, K, H, I = 2, 4, 2, 1024, 1024  # noqa: E741
@@ -137,6 +148,15 @@ def test_what_it_is_given(registered: NpuTarget) -> None:
     assert given["weight1"][1].data_ptr() == w1[1].data_ptr()
     assert (given["scale1"][0].dtype, given["bias1"][0].numel()) == (torch.int64, 0)
     assert (given["expert_idx"].dtype, given["probs"].dtype) == (torch.int32, torch.float32)
+
+
+def test_it_goes_into_no_ge_graph(registered: NpuTarget) -> None:
+    sizes = Sizes(W, E, K, H, 16, scheme="w8a8", max_recv_token_num=64)
+    contexts._remember(NpuContext(torch.zeros(1, dtype=torch.int64), sizes, 0, hccl="10.0.0.1_0"))
+    own: Any = (SimpleNamespace(symsize=(3, H)), SimpleNamespace(symsize=(3, K)), None)
+    options = Options(num_experts=E, ep_world_size=W)
+    with pytest.raises(PlanError, match="DispatchFFNCombine infers no shape of its outputs"):
+        ge._converted("npu", None, own, [], [], options, "w8a8")
 
 
 def test_a_group_without_hccl() -> None:
