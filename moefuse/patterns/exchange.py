@@ -14,7 +14,6 @@ from moefuse.graph.groups import Place, place_in
 from moefuse.patterns.counts import covers, made_from
 from moefuse.patterns.facts import (
     Arrived,
-    At,
     Axis,
     Conflict,
     Const,
@@ -38,6 +37,7 @@ from moefuse.patterns.ranks import MOST_EXPERTS, arrival, carried, is_one_inflow
 from moefuse.patterns.router import chosen_from
 from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
 from moefuse.patterns.runs import by_expert, rows_by_expert
+from moefuse.patterns.sent import demand_sent, marked
 from moefuse.patterns.structure import regroup
 from moefuse.patterns.unify import bind, bind_group
 
@@ -245,20 +245,7 @@ def _sent(expr: Expr) -> Expr:
     """The expression as read on the rank that rows come from: rows of floats or of integers, or their scales."""
     if not all(isinstance(e, Leaf | Op | Const | Quantised | RowScale) for e in walk(expr)):
         raise Conflict("what is sent to other ranks says where a slot lies on its own rank")
-    return _marked(expr, True)
-
-
-def _marked(expr: Expr, sent: bool) -> Expr:
-    if isinstance(expr, Leaf):
-        return Leaf(expr.node, tuple(_marked_index(group, sent) for group in expr.index), sent)
-    return expr.rebuilt(lambda part: _marked(part, sent))
-
-
-def _marked_index(group: Group, sent: bool) -> Group:
-    return tuple(
-        At(_marked(digit.expr, sent), digit.size, digit.wraps) if isinstance(digit, At) else digit
-        for digit in group
-    )
+    return marked(expr, True)
 
 
 def _back(lift: Lifting, node: Node, fact: Fact, rows: Arrived, place: Place) -> Fact:
@@ -271,24 +258,9 @@ def _back(lift: Lifting, node: Node, fact: Fact, rows: Arrived, place: Place) ->
     if _experts_of_rank(lift, argument(node, 1), order, width, place, ranks.experts) != ranks.experts:
         raise Conflict("rows go back to other ranks than those they came from")
     _demand_inflow(lift, argument(node, 2), ids, ranks)
-    own = next((leaf for leaf in _leaves_beside_weights(fact.expr, ranks) if not leaf.sent), None)
-    if own is not None:
-        raise Conflict(
-            f"`{own.node.name}`, which each rank has for itself, takes part in the rows of all ranks",
-            own.node,
-        )
+    demand_sent(fact.expr, lambda by: isinstance(by, Local) and by.ranks == ranks)
     home: Group = (order,) if order.over else ()
-    return Fact(_marked(fact.expr, False), (home, *fact.dims[1:]))
-
-
-def _leaves_beside_weights(expr: Expr, ranks: Ranks) -> list[Leaf]:
-    """The leaves of rows but for the tensors of this rank's experts."""
-    leaves = [e for e in walk(expr) if isinstance(e, Leaf)]
-    return [
-        leaf
-        for leaf in leaves
-        if not any(isinstance(at.expr, Local) and at.expr.ranks == ranks for at in leaf.selectors)
-    ]
+    return Fact(marked(fact.expr, False), (home, *fact.dims[1:]))
 
 
 # --- the experts of rows that came here ------------------------------------------------------------------

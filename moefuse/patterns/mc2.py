@@ -11,13 +11,13 @@ from typing import Any
 
 from torch.fx import Node
 
-from moefuse.patterns.facts import Axis, Conflict, Count, Expr, Fact, Group, Leaf, Offs, Perm, Ranks
+from moefuse.patterns.facts import Axis, Conflict, Count, Fact, Group, Leaf, Offs, Perm, Ranks
 from moefuse.patterns.finalize_routing import weighted_sum
 from moefuse.patterns.hidden_states_quant import demand_absent, quantise
 from moefuse.patterns.npu_init_routing import dispatch_of
-from moefuse.patterns.pointwise import walk
 from moefuse.patterns.rank_facts import Spread
 from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
+from moefuse.patterns.sent import demand_sent, marked
 from moefuse.patterns.unify import Unifier
 
 DISPATCH, COMBINE = "npu::npu_moe_distribute_dispatch", "npu::npu_moe_distribute_combine"
@@ -77,7 +77,7 @@ def npu_distribute_dispatch(lift: Lifting, node: Node) -> Outcome:
         ranks = Ranks(group, world, rank, experts // world)
         key = Spread(own.ids.expr, ranks, node)
         order: Group = tuple(replace(digit, key=key) for digit in own.rows.dims[0] if isinstance(digit, Perm))
-        own = replace(own, rows=Fact(own.rows.expr, (order, own.rows.dims[1])))
+        own = replace(own, rows=Fact(marked(own.rows.expr, True), (order, own.rows.dims[1])))
     local = experts // world
     at: Group = () if local == 1 else (Axis(local),)
     counts = Fact((Offs if node.kwargs.get("expert_token_nums_type", 1) == 0 else Count)(key, at), (at,))
@@ -104,7 +104,8 @@ def npu_distribute_combine(lift: Lifting, node: Node) -> Outcome:
         raise Conflict("rows are brought back that are not in the order in which a dispatch sent them")
     _demand_own(node, order.sort)
     if isinstance(order.key, Spread):
-        _demand_nothing_else(rows.expr, order)
+        demand_sent(rows.expr, lambda by: isinstance(by, Spread) and by.node is order.sort)
+        rows = Fact(marked(rows.expr, False), rows.dims)
     ids = lift.fact(argument(node, 1))
     unifier = Unifier()
     unifier.unify(order.over, (*ids.dims[0], *ids.dims[1]))
@@ -126,15 +127,4 @@ def _demand_own(node: Node, sent: Node) -> None:
         if op_name(given) != "getitem" or given.args != (sent, output):
             raise Conflict(
                 f"rows are brought back by `{given}`, which isn't what `{sent.name}` says of its way"
-            )
-
-
-def _demand_nothing_else(expr: Expr, order: Perm) -> None:
-    """Demand that rows hold what came with them, and this rank's tensors by expert, alone."""
-    slots = Fact(expr, (order.over,)).dims[0]
-    axes = {digit for digit in slots if isinstance(digit, Axis)}
-    for leaf in (e for e in walk(expr) if isinstance(e, Leaf)):
-        if leaf.axes.isdisjoint(axes):
-            raise Conflict(
-                f"`{leaf.node.name}`, which each rank has for itself, takes part in the rows of all ranks"
             )

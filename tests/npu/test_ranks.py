@@ -66,10 +66,12 @@ def test_rows_by_all_to_all_with_empty_ranks(ranks: list[dict[str, Any]]) -> Non
 def test_quantised_rows_by_mc2_captured_by_npugraph_ex(operator: str, ranks: list[dict[str, Any]]) -> None:
     """As npu_mega_moe, and as dispatch_ffn_combine where there is nothing else.
 
-    Uneven tokens, a captured graph for each number; the group is known by the name that HCCL gave it.
+    Uneven tokens, a captured graph for each number, ranks with none and with one; the group is known by the name that
+    HCCL gave it.
     """
-    for said in ranks:
+    for rank, said in enumerate(ranks):
         errors, fused, words = said[operator]
-        assert fused == [1]
-        assert 0 < max(errors) < CLOSE
+        assert fused == [1, 1, 1]  # for no token, for one, for more
+        assert max(errors) < CLOSE
+        assert [step for step, error in enumerate(errors) if error == 0.0] == [(4, 6)[rank]]
         assert "over the 2 ranks of group emulated_" in words

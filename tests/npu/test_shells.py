@@ -60,6 +60,16 @@ def test_a_dispatch_and_its_combine_are_one_layer_over_ranks(layer: Any, scheme:
     assert "the experts are spread over 2 ranks" in report.sites[0].reason  # no group is called 'ep' here
 
 
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_few_tokens_are_no_other_layer(tokens: int) -> None:
+    """A token axis of size one is none: what came with a row is known all the same."""
+    x, logits, *tensors = operands("w8a8")
+    arguments = (x[:tokens], logits[:tokens], *tensors)
+    graph_module = capture_graph(partial(shells.mc2, scheme="w8a8"), arguments).graph_module
+    (site,) = lift(graph_module.graph).sites
+    assert (site.spec.top_k, site.spec.ep_world_size, site.spec.quant) == (K, WORLD, "w8a8")
+
+
 def test_quantised_experts_over_ranks_are_no_work_for_the_cpu_target() -> None:
     graph_module = captured(shells.mc2, "w8a8")
     (site,) = lift(graph_module.graph).sites
