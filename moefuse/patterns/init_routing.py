@@ -21,10 +21,17 @@ from moefuse.patterns.unify import Unifier, bind, bind_fact, bind_group
 
 @rule("aten::sort", "aten::argsort")
 def sort(lift: Lifting, node: Node) -> Outcome:
-    """Sorting ids makes a slot order; sorting a permutation inverts it. Both outputs: (values, indices)."""
+    """Sorting ids makes a slot order; sorting a permutation inverts it. Both outputs: (values, indices).
+
+    Integers may be sorted as floats, which hold those exactly that are met in practice (see EXACT).
+    """
     fact = numbered(lift.fact(argument(node, 0)))
-    if len(fact.dims) != 1 or is_float(argument(node, 0)):
+    if len(fact.dims) != 1 or (isinstance(fact.expr, Leaf) and is_float(fact.expr.node)):
         return None
+    rows = group_size(fact.dims[0])
+    rounds = isinstance(fact.expr, Pos) and value(argument(node, 0)).dtype == torch.float32
+    if rounds and isinstance(rows, int) and rows > FLOAT32_HOLDS:
+        raise Conflict(f"{rows} indices are sorted as float32, which holds {FLOAT32_HOLDS} of them exactly")
     if argument(node, 2, "descending", False) or node.kwargs.get("descending", False):
         return None
     both = op_name(node) == "aten::sort"
@@ -39,6 +46,10 @@ def sort(lift: Lifting, node: Node) -> Outcome:
     else:
         return None
     return (values, indices) if both else indices
+
+
+FLOAT32_HOLDS = 1 << 24
+"""Larger integers are rounded: neighbours become equal, and a sort leaves them in any order."""
 
 
 def _invert(fact: Fact, pos: Pos) -> tuple[Fact, Fact]:

@@ -105,6 +105,10 @@ def changed(what: str) -> Any:
         rows, _, order, counts = npu.npu_moe_re_routing(rows, arrived)
         y = MLPS["bf16"](rows, None, counted(others)[1].sum(0) if what == "other groups" else counts, tensors)
         back = y if what == "left as it is" else y[order] if what == "twice" else y[order.argsort()]
+        if what == "sorted as floats":
+            back = y[order.to(torch.float32).argsort().to(torch.int32)]
+        if what == "sorted as halves":
+            back = y[order.to(torch.bfloat16).argsort().to(torch.int32)]
         return npu.npu_moe_token_unpermute(exchange(back, sent, received), row_idx, routing.to(x.dtype))
 
     return layer
@@ -118,11 +122,13 @@ OTHERWISE = {
     "other groups": "not the same ids",
     "left as it is": "neither in the order of a sort by expert nor in that of arrival",
     "twice": "",
+    "sorted as halves": "rows in sorted order are taken by",
 }
 
 
-def test_the_layer_that_is_changed_below(group: None) -> None:
-    assert len(lift(captured(changed("nothing")).graph).sites) == 1
+@pytest.mark.parametrize("what", ["nothing", "sorted as floats"])
+def test_the_layer_that_is_changed_below(what: str, group: None) -> None:
+    assert len(lift(captured(changed(what)).graph).sites) == 1
 
 
 @pytest.mark.parametrize("what", OTHERWISE)

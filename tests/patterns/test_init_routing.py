@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from moefuse.patterns import init_routing
 from tests.patterns.spelling import E, H, K, S, T, operands, study
 
 X, IDS, W, W1, _ = operands()
@@ -29,6 +30,12 @@ SORTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "through an exact cast": (lambda ids: ids.int().view(-1).argsort(), "pos(t k) over P(t k)"),
     "inverse": (lambda ids: perm(ids).argsort(), "pos(P(t k)) over t k"),
     "inverse of the inverse": (lambda ids: perm(ids).argsort().argsort(), "?"),
+    "ids as floats": (lambda ids: ids.view(-1).float().argsort(), "pos(t k) over P(t k)"),
+    "values of floats": (lambda ids: ids.view(-1).float().sort()[0], "ids[t k] over P(t k)"),
+    "inverse by floats": (lambda ids: perm(ids).float().argsort(), "pos(P(t k)) over t k"),
+    "inverse by doubles": (lambda ids: perm(ids).double().argsort(), "pos(P(t k)) over t k"),
+    "inverse by halves": (lambda ids: perm(ids).bfloat16().argsort(), "?"),
+    "floats": (lambda ids: ids.view(-1).float().sin().argsort(), "?"),
     "descending": (lambda ids: ids.view(-1).argsort(descending=True), "?"),
     "along a dimension": (lambda ids: ids.argsort(-1), "?"),
 }
@@ -38,6 +45,13 @@ SORTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 def test_sort(name: str) -> None:
     function, meaning = SORTS[name]
     assert study(function, IDS).meaning == meaning
+
+
+def test_more_indices_than_floats_hold_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(init_routing, "FLOAT32_HOLDS", S - 1)
+    result = study(SORTS["inverse by floats"][0], IDS)
+    assert (result.meaning, f"{S} indices are sorted as float32" in result.why) == ("?", True)
+    assert study(SORTS["inverse by doubles"][0], IDS).meaning == "pos(P(t k)) over t k"
 
 
 def test_inverse_written_by_index_put() -> None:
