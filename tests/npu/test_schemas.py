@@ -31,6 +31,14 @@ def test_a_schema_is_the_real_one(schema: str) -> None:
 X, IDS = torch.randn(6, 16, dtype=torch.bfloat16), torch.randint(0, 8, (6, 2), dtype=torch.int32)
 ROWS = torch.randn(12, 16, dtype=torch.bfloat16)
 POSITION, GROUPS = torch.arange(12, dtype=torch.int32), torch.full((8,), 1, dtype=torch.int64)
+WIDE = torch.randn(6, 128, dtype=torch.bfloat16)
+MX = {
+    "8": (torch.zeros(12, 128).to(torch.float8_e4m3fn), torch.zeros(8, 256, 128).to(torch.float8_e4m3fn).mT),
+    "4": (torch.zeros(12, 64, dtype=torch.uint8), torch.zeros(8, 256, 64, dtype=torch.uint8).mT),
+    "84": (torch.zeros(12, 128).to(torch.float8_e4m3fn), torch.zeros(8, 256, 64, dtype=torch.uint8).mT),
+}
+"""Rows and weights in float8, in float4 and in both."""
+MX_SCALES = torch.zeros(12, 2, 2, dtype=torch.uint8), torch.zeros(8, 2, 256, 2, dtype=torch.uint8)
 CALLS: dict[str, Callable[..., Any]] = {
     "gating softmax": lambda: npu.npu_moe_gating_top_k_softmax(X, None, 2),
     "gating": lambda: npu.npu_moe_gating_top_k(X, 2, out_flag=True),
@@ -80,6 +88,61 @@ CALLS: dict[str, Callable[..., Any]] = {
         ROWS.to(torch.int8), torch.ones(8, 16, 4, dtype=torch.int8), GROUPS, torch.ones(8, 4), torch.ones(12)
     ),
     "dynamic quant int4": lambda: npu.npu_dynamic_quant(ROWS, dst_type=16),
+    **{
+        f"mx quant {number}": lambda number=number: npu.npu_dynamic_mx_quant(WIDE, dst_type=number)
+        for number in (23, 24, 292, 296)
+    },
+    **{
+        f"init v2 mx {mode}": lambda mode=mode: npu.npu_moe_init_routing_v2(
+            WIDE, IDS, expert_num=8, expert_tokens_num_flag=True, expert_tokens_num_type=1, quant_mode=mode
+        )
+        for mode in (2, 3, 9)
+    },
+    **{
+        f"dispatch mx {number}": lambda number=number: npu.npu_moe_distribute_dispatch_v2(
+            WIDE, IDS, "g", 1, 0, 8, quant_mode=4, y_dtype=number
+        )
+        for number in (23, 24, 296)
+    },
+    **{
+        f"gmm mx {case}": lambda case=case: npu.npu_grouped_matmul(
+            [MX[case][0]],
+            [MX[case][1]],
+            per_token_scale=[MX_SCALES[0]],
+            group_list=GROUPS,
+            split_item=2,
+            group_type=0,
+            output_dtype=15,
+            per_token_scale_dtype=293,
+            x_dtype=296 if case == "4" else None,
+            weight_dtype=296 if case != "8" else None,
+            **(
+                {"antiquant_scale": [MX_SCALES[1]]}
+                if case == "84"
+                else {"scale": [MX_SCALES[1]], "scale_dtype": 293}
+            ),
+        )
+        for case in ("8", "4", "84")
+    },
+    **{
+        f"gmm swiglu quant mx {case} {number}": lambda case=case, number=number: (
+            npu.npu_grouped_matmul_swiglu_quant_v2(
+                MX[case][0],
+                [MX[case][1]],
+                [MX_SCALES[1]],
+                MX_SCALES[0],
+                GROUPS,
+                dequant_mode=2,
+                quant_mode=2,
+                quant_dtype=number,
+                weight_scale_dtype=293,
+                x_scale_dtype=293,
+                x_dtype=296 if case == "4" else None,
+                weight_dtype=296 if case != "8" else None,
+            )
+        )
+        for case, number in (("8", 23), ("8", 24), ("4", 24), ("84", 24))
+    },
     "dispatch": lambda: npu.npu_moe_distribute_dispatch(X, IDS, "g", 1, 0, 8, quant_mode=2),
     "dispatch v2": lambda: npu.npu_moe_distribute_dispatch_v2(X, IDS, "g", 1, 0, 8),
     "combine": lambda: npu.npu_moe_distribute_combine(

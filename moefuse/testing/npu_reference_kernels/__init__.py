@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from moefuse.testing.npu_reference_kernels import communication, experts, fused, quant, routing
+from moefuse.testing.npu_reference_kernels import communication, experts, fused, mx, quant, routing
 from moefuse.testing.npu_reference_kernels.schemas import SCHEMAS
 
 __all__ = ["KERNELS", "install"]
@@ -32,6 +32,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "npu_swiglu": experts.swiglu,
     "npu_clipped_swiglu": experts.clipped_swiglu,
     "npu_dynamic_quant": quant.dynamic_quant,
+    "npu_dynamic_mx_quant": mx.dynamic_mx_quant,
     "npu_dequant_swiglu_quant": quant.dequant_swiglu_quant,
     "npu_swiglu_quant": fused.swiglu_quant,
     "npu_grouped_matmul_swiglu_quant_v2": fused.grouped_matmul_swiglu_quant_v2,

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
 
+from moefuse.testing.npu_reference_kernels import mx
 from moefuse.testing.npu_reference_kernels.checks import UNDEFINED, absent, only
 from moefuse.testing.npu_reference_kernels.quant import dynamic_int8
 
@@ -34,6 +35,8 @@ _LEFT_OUT = (
         "const_expert_v",
     ),
 )
+BLOCKS = 4
+"""The quant_mode of MX blocks."""
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "tp_world_size": (0, 1),
     "expert_shard_type": (0,),
@@ -43,7 +46,6 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "const_expert_num": (0,),
     "out_dtype": (0,),
     "comm_quant_mode": (0,),
-    "y_dtype": (None,),
     "x_dtype": (None,),
     "scales_dtype": (None,),
 }
@@ -79,9 +81,18 @@ def _dispatch_shapes(
     local, k = experts // world, ids.shape[1]
     rows = (options.get("global_bs") or x.shape[0] * world) * min(local, k)
     dtype = x.dtype if options.get("quant_mode", 0) == 0 and options.get("scales") is None else torch.int8
-    return [
+    received = [
         x.new_empty((rows, x.shape[1]), dtype=dtype),
         x.new_empty((rows,), dtype=torch.float32),
+    ]
+    if options.get("quant_mode", 0) == BLOCKS:
+        elements, scales = mx.quantise(x[:1], mx.ELEMENTS[options["y_dtype"]])
+        received = [
+            x.new_empty((rows, elements.shape[1]), dtype=elements.dtype),
+            x.new_empty((rows, scales[0].numel()), dtype=torch.uint8),
+        ]
+    return [
+        *received,
         x.new_empty((rows * 128 if v2 else x.shape[0] * k,), dtype=torch.int32),
         x.new_empty((local,), dtype=torch.int64),
         x.new_empty((world * local,), dtype=torch.int32),
@@ -95,20 +106,26 @@ def _dispatch(
 ) -> tuple[Tensor, ...]:
     name = "npu_moe_distribute_dispatch" + ("_v2" if v2 else "")
     _check(name, options)
-    only(name, "quant_mode", options.get("quant_mode", 0), 0, 2)
+    mode, smooth = options.get("quant_mode", 0), options.get("scales")
+    only(name, "quant_mode", mode, 0, 2, *([BLOCKS] if v2 else []))
+    only(name, "y_dtype", options.get("y_dtype"), *(mx.ELEMENTS if mode == BLOCKS else (None,)))
+    if mode == BLOCKS:
+        absent(name, scales=smooth)
     outputs = _dispatch_shapes(v2, x, ids, world, experts, **options)
     rows, scales, where, counts, received, *_ = outputs
     rows.fill_(UNDEFINED if rows.is_floating_point() else 0)
-    scales.fill_(UNDEFINED)
+    scales.fill_(UNDEFINED if scales.is_floating_point() else mx.NAN_BYTE)
     for unwritten in (where, counts, received):
         unwritten.zero_()
     told = _told(group, world, (x, ids))
-    smooth = options.get("scales")
     local = experts // world
     for i, (expert, source, token, slot) in enumerate(_received([each for _, each in told], rank, experts)):
         row = told[source][0][token]
-        if options.get("quant_mode", 0) == 2:
+        if mode == 2:
             row, scales[i] = dynamic_int8(row, None if smooth is None else smooth[expert])
+        elif mode == BLOCKS:
+            row, exponents = mx.quantise(row, mx.ELEMENTS[options["y_dtype"]])
+            scales[i] = exponents.flatten()
         rows[i] = row
         counts[expert % local] += 1
         received[expert % local * world + source] += 1
@@ -149,7 +166,10 @@ def distribute_dispatch_v2(
     moe_expert_num: int,
     **options: Any,
 ) -> tuple[Tensor, ...]:
-    """As the first version, with (rank, token, slot) of each row in the third output, 128 words a row."""
+    """As the first version, with (rank, token, slot) of each row in the third output, 128 words a row.
+
+    quant_mode 4: MX blocks of y_dtype (see mx.py), whose scales are bytes [rows, blocks].
+    """
     return _dispatch(True, x, expert_ids, group_ep, ep_world_size, ep_rank_id, moe_expert_num, **options)
 
 

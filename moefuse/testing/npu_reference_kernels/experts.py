@@ -1,7 +1,7 @@
 """Reference kernels of the grouped matmul and the gated activation.
 
 In: CPU tensors. Out: products computed in float64 and rounded once, so that rounding is never the kernel's fault.
-Int4 values come packed, eight to an int32 (see quant.py).
+Int4 values come packed, eight to an int32 (see quant.py); MX formats are in mx.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moefuse.testing.npu_reference_kernels import mx
 from moefuse.testing.npu_reference_kernels.checks import UNDEFINED, absent, only
 from moefuse.testing.npu_reference_kernels.quant import unpacked
 
@@ -87,6 +88,7 @@ def grouped_matmul(
 
         float, float       x @ w + bias
         float, int8/int4   x @ ((w + antiquant_offset) * antiquant_scale) + bias
+        MX, MX             (x * p) @ (w * s), or antiquant_scale as s: scales of type float8_e8m0 (see mx.py)
         int8, int8         (x @ w + bias) * s * p with an int32 bias, x @ w * s * p + bias with a float one
         int8, int4         ((x - 8) @ (w * s) + bias) * p: bias makes up for the 8
         int4, int4         x @ (w * s) * p
@@ -104,17 +106,27 @@ def grouped_matmul(
     only(name, "group_list_type", group_list_type, 0, 1)
     only(name, "act_type", act_type, *_ACTIVATIONS)
     only(name, "len(x)", len(x), 1)
-    for argument, dtype in (
-        ("x_dtype", x_dtype),
-        ("weight_dtype", weight_dtype),
-        ("scale_dtype", scale_dtype),
-    ):
-        only(name, argument, dtype, None)
-    only(name, "per_token_scale_dtype", per_token_scale_dtype, None)
     if group_list is None:
         raise ValueError(f"{name}: group_list: expected a tensor with group_type=0, got None")
     rows, weights = x[0], _stacked(weight)
     assert weights is not None
+    if per_token_scale is not None and _e8m0(per_token_scale[0], per_token_scale_dtype):
+        absent(name, bias=bias, antiquant_offset=antiquant_offset)
+        beside = _stacked(scale or antiquant_scale)
+        assert beside is not None
+        only(name, "the scale's type", _e8m0(beside, scale_dtype) or not scale, True)
+        elements = mx.elements_of(rows, x_dtype), mx.elements_of(weights, weight_dtype)
+        rows = mx.rows_of(rows, per_token_scale[0], elements[0])
+        weights = mx.weights_of(weights, beside, elements[1], rows.shape[1])
+        scale = antiquant_scale = per_token_scale = None
+        x_dtype = weight_dtype = scale_dtype = per_token_scale_dtype = None
+    for argument, dtype in (
+        ("x_dtype", x_dtype),
+        ("weight_dtype", weight_dtype),
+        ("scale_dtype", scale_dtype),
+        ("per_token_scale_dtype", per_token_scale_dtype),
+    ):
+        only(name, argument, dtype, None)
     ends = group_list if group_list_type == 0 else group_list.cumsum(0)
     group = torch.searchsorted(ends, torch.arange(rows.shape[0], dtype=ends.dtype), right=True)
     used, group = group < weights.shape[0], group.clamp(max=weights.shape[0] - 1)
@@ -155,6 +167,11 @@ def grouped_matmul_list(
     ends = None if group_list is None else torch.tensor(group_list)
     code = None if output_dtype is None else _CODES[output_dtype]
     return grouped_matmul(x, weight, group_list=ends, output_dtype=code, **options)
+
+
+def _e8m0(scale: Tensor, number: int | None) -> bool:
+    """True for scales of MX blocks, by their dtype or by what the operator's argument says."""
+    return number == mx.E8M0 or (number is None and scale.dtype == torch.float8_e8m0fnu)
 
 
 def _per_input(scale: Tensor, inputs: int) -> Tensor:

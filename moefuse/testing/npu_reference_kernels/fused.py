@@ -1,6 +1,7 @@
 """Reference kernels of the operators that do two steps at once, and of the reordering after an all-to-all.
 
-In: CPU tensors. Out: what the single steps would give; int8 forms with one scale per row and per output channel.
+In: CPU tensors. Out: what the single steps would give: int8 forms with one scale per row and per output channel,
+and MX forms.
 """
 
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moefuse.testing.npu_reference_kernels import mx
 from moefuse.testing.npu_reference_kernels.checks import UNDEFINED, absent, only
 from moefuse.testing.npu_reference_kernels.experts import grouped_matmul
 from moefuse.testing.npu_reference_kernels.quant import dynamic_int8, group_of_rows
@@ -63,15 +65,19 @@ def grouped_matmul_swiglu_quant_v2(
     """int8 rows times each group's int8 or int4 weight, scaled, silu(first half) * second half, int8 per row.
 
     int4 weights need the assist matrix, which makes up for the 8 that is taken off the rows (see grouped_matmul).
+    dequant_mode and quant_mode 2: the same in MX formats (see mx.py), quantised from float32 to quant_dtype.
     """
     name = "npu_grouped_matmul_swiglu_quant_v2"
     absent(name, smooth_scale=smooth_scale, bias=bias)
-    only(name, "dequant_mode", dequant_mode, 0)
+    only(name, "dequant_mode", dequant_mode, 0, 2)
     only(name, "dequant_dtype", dequant_dtype, 6)
-    only(name, "quant_mode", quant_mode, 0)
-    only(name, "quant_dtype", quant_dtype, 1)
-    only(name, "x.dtype", x.dtype, torch.int8)
-    _no_other_dtypes(name, dtypes)
+    only(name, "quant_mode", quant_mode, dequant_mode)
+    blocks = dequant_mode == 2
+    assert quant_dtype is not None
+    only(name, "quant_dtype", quant_dtype, *(mx.ELEMENTS if blocks else (1,)))
+    if not blocks:
+        only(name, "x.dtype", x.dtype, torch.int8)
+        _no_other_dtypes(name, dtypes)
     (product,) = grouped_matmul(
         [x],
         weight,
@@ -83,10 +89,18 @@ def grouped_matmul_swiglu_quant_v2(
         group_type=0,
         split_item=2,
         output_dtype=6,
+        x_dtype=dtypes.get("x_dtype"),
+        weight_dtype=dtypes.get("weight_dtype"),
+        scale_dtype=dtypes.get("weight_scale_dtype"),
+        per_token_scale_dtype=dtypes.get("x_scale_dtype"),
     )
     gate, up = product.chunk(2, dim=-1)
-    rows, scales = dynamic_int8(torch.nan_to_num(F.silu(gate) * up))
-    return rows, scales.masked_fill(product.isnan().any(-1), UNDEFINED)
+    activated, unwritten = F.silu(gate) * up, product.isnan().any(-1)
+    if blocks:
+        rows, scales = mx.quantise(torch.nan_to_num(activated), mx.ELEMENTS[quant_dtype])
+        return rows, scales.masked_fill(unwritten.view(-1, 1, 1), mx.NAN_BYTE)
+    rows, scales = dynamic_int8(torch.nan_to_num(activated))
+    return rows, scales.masked_fill(unwritten, UNDEFINED)
 
 
 def grouped_matmul_swiglu_quant(

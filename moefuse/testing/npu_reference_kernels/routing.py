@@ -7,8 +7,12 @@ data-dependent shapes, so that the same functions tell the shapes.
 import torch
 from torch import Tensor
 
+from moefuse.testing.npu_reference_kernels import mx
 from moefuse.testing.npu_reference_kernels.checks import UNDEFINED, absent, only
 from moefuse.testing.npu_reference_kernels.quant import dynamic_int8
+
+_BLOCKS = {2: torch.float8_e5m2, 3: torch.float8_e4m3fn, 9: torch.float4_e2m1fn_x2}
+"""The modes of the init routing that quantise by MX blocks."""
 
 
 def gating_top_k_softmax(
@@ -98,11 +102,13 @@ def init_routing_v2(
 
     Only ids in the active range take part: other slots get row index -1 (row_idx_type 0), and the rows after those
     that take part are unwritten. row_idx_type 1 gives the slot of each row instead of the row of each slot.
+    quant_mode 1: int8 with a scale per row. 2, 3: MX blocks (see mx.py) of float8_e5m2, float8_e4m3fn, whose scales are
+    float8_e8m0 [rows, blocks]. 9: of float4_e2m1, whose scales lie in pairs.
     """
     name = "npu_moe_init_routing_v2"
     absent(name, offset=offset)
     only(name, "drop_pad_mode", drop_pad_mode, 0)
-    only(name, "quant_mode", quant_mode, -1, 1)
+    only(name, "quant_mode", quant_mode, -1, 1, *_BLOCKS)
     only(name, "expert_tokens_num_type", expert_tokens_num_type, 0, 1)
     only(name, "x_dtype", x_dtype, None)
     first, last = active_expert_range or (0, expert_num)
@@ -115,10 +121,16 @@ def init_routing_v2(
     if quant_mode == 1:
         smooth = None if scale is None else scale[(ids[order] - first).clamp(0, scale.shape[0] - 1)]
         rows, scales = dynamic_int8(rows, smooth)
+    elif quant_mode in _BLOCKS:
+        absent(name, scale=scale)
+        rows, scales = mx.quantise(rows, _BLOCKS[quant_mode])
+        scales = scales.masked_fill(~used.view(-1, 1, 1), mx.NAN_BYTE).view(torch.float8_e8m0fnu)
+        scales = scales if quant_mode == 9 else scales.flatten(-2)
     else:
         rows = rows.masked_fill(~used.unsqueeze(1), UNDEFINED if rows.is_floating_point() else 0)
         scales = x.new_zeros(slots, dtype=torch.float32) if scale is None else scale[order // k].float()
-    scales = scales.masked_fill(~used, UNDEFINED)
+    if quant_mode not in _BLOCKS:
+        scales = scales.masked_fill(~used, UNDEFINED)
     kept = slots if active_num <= 0 else min(active_num, slots)
     row_idx = order.int()
     if row_idx_type == 0:

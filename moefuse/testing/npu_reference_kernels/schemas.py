@@ -48,6 +48,9 @@ npu_clipped_swiglu(Tensor x, *, Tensor? group_index=None, int dim=-1, float alph
 npu_dynamic_quant(Tensor input, *, Tensor? smooth_scales=None, Tensor? group_index=None, int? dst_type=None,
     str quant_mode="pertoken", float dst_type_max=0.) -> (Tensor, Tensor)
 
+npu_dynamic_mx_quant(Tensor input, *, int axis=-1, str round_mode="rint", int dst_type=296, int block_size=32,
+    int? scale_alg=0, float dst_type_max=0., float max_low_bound=0.) -> (Tensor, Tensor)
+
 npu_dequant_swiglu_quant(Tensor x, *, Tensor? weight_scale=None, Tensor? activation_scale=None, Tensor? bias=None,
     Tensor? quant_scale=None, Tensor? quant_offset=None, Tensor? group_index=None, bool activate_left=False,
     int quant_mode=0, int? dst_type=None, int? round_mode=None, int? activate_dim=None, int swiglu_mode=0,
