@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moefuse.ops import activations
+from moefuse.ops.mx import FLOAT4
 from moefuse.ops.operands import Operands
 from moefuse.ops.spec import GateUp, RowNorm, WeightPosition
 
@@ -44,9 +45,8 @@ class Options(NamedTuple):
     def inner(self, operands: Operands) -> int:
         """I, the number of features between both GEMMs."""
         weight = operands.weight2[0]
-        if self.transpose_weight2:
-            return weight.shape[-1]
-        return weight.shape[-2]
+        inputs = weight.shape[-1] if self.transpose_weight2 else weight.shape[-2]
+        return inputs * (2 if weight.dtype in FLOAT4 else 1)
 
     @property
     def local_experts(self) -> int:
@@ -60,7 +60,8 @@ def check_arguments(
     """Check shapes and dtypes; returns O, the number of output features.
 
     The token count may be symbolic: it is compared, never fixed. weight_dtypes: those of the layer's weights; an int32
-    holds eight int4 values of neighbouring output features. Raises ValueError or TypeError.
+    holds eight int4 values of neighbouring output features, a byte two float4 of neighbouring inputs. Raises
+    ValueError or TypeError.
     """
     x, topk_ids, topk_weights, weight1, weight2, bias1, bias2, row_scale = operands
     _check_options(options)
@@ -177,7 +178,7 @@ def expert_shape(
 ) -> tuple[int, int]:
     """The 2-D shape of one expert's tensor in `weights`: `parts` stacked tensors or `parts * experts` 2-D ones.
 
-    out: which of both dimensions holds the output features, eight of them in an int32.
+    out: which of both dimensions holds the output features, eight of them in an int32; a byte holds two inputs.
     """
     if not weights:
         raise ValueError(f"mega_moe: {name}: expected at least one tensor, got an empty list")
@@ -199,6 +200,7 @@ def expert_shape(
             raise TypeError(f"mega_moe: {name}: expected one of {names} for all, got {weight.dtype}")
     found = [shape[-2], shape[-1]]
     found[out] *= PACKED if weights[0].dtype == torch.int32 else 1
+    found[1 - out] *= 2 if weights[0].dtype in FLOAT4 else 1
     return found[0], found[1]
 
 

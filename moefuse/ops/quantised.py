@@ -8,6 +8,8 @@ In: the rows that one expert receives and that expert's tensors. Out: its rows. 
     w8a8, w4a4    h1 = (q(x) @ W1) * s(x) + b1
     w4a8          h1 = ((q(x) - 8) @ W1 + b1) * s(x)
     w8a16, w4a16  h1 = x @ W1 + b1
+    mxfp8, mxfp4  h1 = mx(x) @ mx(W1): rows and weights in blocks of 32 inputs, see mx.py
+    mxfp4a8       the same with float4 weights and float8_e4m3fn rows
     a    = activation(g, u)
     h2   = the same of a, W2, b2
 
@@ -17,6 +19,10 @@ else to `hidden_dtype`, h2 to `rows_dtype`; None is the dtype of x. Sums over in
 
 A weight is int8, or int32 with eight int4 values, of neighbouring output features, the first one in the lowest bits. A
 scale is a float, or an int64 whose low word holds the bits of a float32.
+
+Of mxfp8 a weight is float8_e4m3fn or float8_e5m2, and rows become what it is; of mxfp4 and mxfp4a8 two float4_e2m1 of
+neighbouring inputs lie in a byte. Scales are float8_e8m0fnu, or uint8 with their bits, in pairs: [E, N, C / 64, 2]
+beside a weight [E, N, C], [E, C / 64, N, 2] beside [E, C, N], for C inputs, a multiple of 64; no biases.
 """
 
 from collections.abc import Sequence
@@ -25,7 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moefuse.ops import activations
+from moefuse.ops import activations, mx
 from moefuse.ops.expert import split_gate_up
 from moefuse.ops.operands import Operands
 from moefuse.ops.options import FLOATS, Options, check_arguments
@@ -36,15 +42,25 @@ SCHEMES: dict[str, tuple[int, int]] = {
     "w4a4": (4, 4),
     "w8a16": (8, 0),
     "w4a16": (4, 0),
+    "mxfp8": (8, 8),
+    "mxfp4": (4, 4),
+    "mxfp4a8": (4, 8),
 }
 """(bits of the weights, bits of the rows; 0: floats)."""
+
+BLOCKS: dict[str, tuple[tuple[torch.dtype, ...], torch.dtype | None]] = {
+    "mxfp8": ((torch.float8_e4m3fn, torch.float8_e5m2), None),
+    "mxfp4": (mx.FLOAT4, torch.float4_e2m1fn_x2),
+    "mxfp4a8": (mx.FLOAT4, torch.float8_e4m3fn),
+}
+"""Of schemes in MX blocks: (dtypes of the weights, elements of the rows, None: what the weight is)."""
 
 
 class Quantisation(NamedTuple):
     """The quantised part of a call; see the module text.
 
     weight_scales*, weight_offsets*: as the weights they belong to, [E, N] or [E, G, N] beside a stacked weight, [N] or
-    [G, N] beside one per expert; G groups of neighbouring inputs.
+    [G, N] beside one per expert; G groups of neighbouring inputs. Those of MX blocks are in the module text.
     """
 
     quant: str
@@ -78,7 +94,6 @@ def check_quantised(operands: Operands, options: Options, quantisation: Quantisa
         raise ValueError(
             f"mega_moe.quant: quant: expected one of {sorted(SCHEMES)}, got {quantisation.quant!r}"
         )
-    weight_bits, row_bits = SCHEMES[quantisation.quant]
     for name in ("hidden_dtype", "rows_dtype"):
         dtype = getattr(quantisation, name)
         if dtype is not None and not dtype.is_floating_point:
@@ -92,25 +107,44 @@ def check_quantised(operands: Operands, options: Options, quantisation: Quantisa
             raise ValueError(
                 f"mega_moe.quant: {name}: expected {wanted!r} for quantised experts, got {value!r}"
             )
-    stored = torch.int8 if weight_bits == 8 else torch.int32
-    out_features = check_arguments(operands, options, (stored,))
+    out_features = check_arguments(operands, options, stored_as(quantisation.quant))
     inner = options.inner(operands)
     rows1 = inner * (1 if options.gate_up in ("none", "separate") else 2)
     for which, weights, biases, inputs, outputs in (
         (1, operands.weight1, operands.bias1, operands.x.shape[1], rows1),
         (2, operands.weight2, operands.bias2, inner, out_features),
     ):
-        scales, offsets = quantisation.beside(which)
-        _check_beside(f"weight_scales{which}", scales, weights, (inputs, outputs), (*FLOATS, torch.int64))
-        if offsets:
-            _check_beside(f"weight_offsets{which}", offsets, weights, (inputs, outputs), FLOATS)
-            if row_bits:
-                raise ValueError(f"mega_moe.quant: weight_offsets{which}: {quantisation.quant} takes none")
-        if quantisation.quant == "w4a8" and not biases:
-            raise ValueError(
-                f"mega_moe.quant: bias{which}: w4a8 needs the one that makes up for its 8, got none"
-            )
+        if quantisation.quant in BLOCKS:
+            transposed = options.transpose_weight1 if which == 1 else options.transpose_weight2
+            _check_blocks(which, quantisation, weights, biases, (inputs, outputs), transposed)
+        else:
+            _check_integers(which, quantisation, weights, biases, (inputs, outputs))
     return out_features
+
+
+def stored_as(scheme: str) -> tuple[torch.dtype, ...]:
+    """The dtypes that the weights of a scheme may have."""
+    if scheme in BLOCKS:
+        return BLOCKS[scheme][0]
+    return (torch.int8 if SCHEMES[scheme][0] == 8 else torch.int32,)
+
+
+def _check_integers(
+    which: int,
+    quantisation: Quantisation,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    sizes: tuple[int, int],
+) -> None:
+    """What goes with integer weights of `sizes`, (inputs, outputs) of one expert."""
+    scales, offsets = quantisation.beside(which)
+    _check_beside(f"weight_scales{which}", scales, weights, sizes, (*FLOATS, torch.int64))
+    if offsets:
+        _check_beside(f"weight_offsets{which}", offsets, weights, sizes, FLOATS)
+        if SCHEMES[quantisation.quant][1]:
+            raise ValueError(f"mega_moe.quant: weight_offsets{which}: {quantisation.quant} takes none")
+    if quantisation.quant == "w4a8" and not biases:
+        raise ValueError(f"mega_moe.quant: bias{which}: w4a8 needs the one that makes up for its 8, got none")
 
 
 def _check_beside(
@@ -136,6 +170,34 @@ def _check_beside(
         if tensor.dtype not in dtypes:
             names = ", ".join(map(str, dtypes))
             raise TypeError(f"mega_moe.quant: {name}: expected one of {names}, got {tensor.dtype}")
+
+
+def _check_blocks(
+    which: int,
+    quantisation: Quantisation,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    sizes: tuple[int, int],
+    transposed: bool,
+) -> None:
+    """What goes with weights in MX blocks, likewise."""
+    name = f"mega_moe.quant: weight_scales{which}"
+    (inputs, outputs), (scales, offsets) = sizes, quantisation.beside(which)
+    for other, given in (("bias", biases), ("weight_offsets", offsets)):
+        if given:
+            raise ValueError(f"mega_moe.quant: {other}{which}: {quantisation.quant} takes none")
+    if inputs % (2 * mx.BLOCK):
+        raise ValueError(f"{name}: blocks of 32 inputs in pairs need a multiple of 64 inputs, got {inputs}")
+    if len(scales) != len(weights):
+        raise ValueError(f"{name}: expected {len(weights)} as of weights, got {len(scales)}")
+    pairs = inputs // (2 * mx.BLOCK)
+    wanted = (*weights[0].shape[:-2], *((outputs, pairs) if transposed else (pairs, outputs)), 2)
+    for scale in scales:
+        if tuple(scale.shape) != wanted:
+            raise ValueError(f"{name}: expected {wanted}, got {tuple(scale.shape)}")
+        if scale.dtype not in mx.SCALES:
+            names = ", ".join(map(str, mx.SCALES))
+            raise TypeError(f"{name}: expected one of {names}, got {scale.dtype}")
 
 
 def quantise(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -165,6 +227,10 @@ def _per_input(values: Tensor, inputs: int) -> Tensor:
 
 def linear(rows: Tensor, layer: QuantLinear, scheme: str, dtype: torch.dtype) -> Tensor:
     """[n, N] in `dtype` of rows [n, C]: one GEMM of the module text, summed in float64."""
+    if scheme in BLOCKS:
+        elements = BLOCKS[scheme][1] or layer.weight.dtype
+        y = mx.rounded(rows, elements) @ mx.matrix(layer.weight, layer.scale, layer.transposed)
+        return y.to(dtype)
     _, row_bits = SCHEMES[scheme]
     weight = layer.weight.t() if layer.transposed else layer.weight
     matrix = (unpacked(weight) if weight.dtype == torch.int32 else weight).double()

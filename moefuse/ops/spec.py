@@ -48,8 +48,8 @@ tensors, gate then up; none: a plain expert without gate (N = I).
 WeightPosition = Literal["output", "mid", "input"]
 """Where the routing weight multiplies: after the second GEMM, between the GEMMs, or on the token row."""
 
-Quant = Literal["none", "w8a8", "w4a8", "w4a4", "w8a16", "w4a16"]
-"""How the expert GEMMs are quantised: bits of the weights, then of the rows (16: rows are floats)."""
+Quant = Literal["none", "w8a8", "w4a8", "w4a4", "w8a16", "w4a16", "mxfp8", "mxfp4", "mxfp4a8"]
+"""How the expert GEMMs are quantised: bits of the weights, then of the rows (16: rows are floats); mx: by blocks."""
 
 RowNorm = Literal["none", "rms", "scaled_rms"]
 """How each row of the second GEMM is normalised over its features: see the module text."""
@@ -124,7 +124,9 @@ class MoeSpec:
 
     @property
     def values_per_element(self) -> int:
-        """How many weights one element of a weight tensor holds: eight int4 values an int32."""
+        """How many weights one element of a weight tensor holds: eight int4 values an int32, two float4 a byte."""
+        if self.quant.startswith("mxfp4"):
+            return 2
         return 8 if self.quant.startswith("w4") and self.expert_dtype == torch.int32 else 1
 
     def describe(self) -> str:

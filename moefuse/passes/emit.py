@@ -176,6 +176,24 @@ class Emitter:
         wanted.append(sizes.product(group_size(part) for part in channels))
         return self.reshape(leaf.node, wanted)
 
+    def block_scale(self, leaf: Leaf, group: tuple[Axis, ...], transposed: bool) -> Node:
+        """The scales of a weight's MX blocks as [E, N, pairs, 2], or [E, pairs, N, 2], or one expert's without the E.
+
+        group: the axes of the pairs, then that of the two of a pair.
+        """
+        have = [digit for part in leaf.index for digit in part]
+        channels = [digit for digit in have if digit not in group and digit not in leaf.selectors]
+        *pairs, half = group
+        middle = ([*channels], [*pairs]) if transposed else ([*pairs], [*channels])
+        order: list[Any] = [*leaf.selectors, *middle[0], *middle[1], half]
+        if len(order) != len(have) or set(order) != set(have):
+            raise Conflict(f"`{leaf.node.name}` holds no scales of blocks")
+        node = leaf.node
+        if order != have:
+            node = self.permute(self.reshape(node, [d.size for d in have]), [have.index(d) for d in order])
+        sizes_of = [sizes.product(digit.size for digit in part) for part in middle]
+        return self.reshape(node, [*(at.size for at in leaf.selectors), *sizes_of, half.size])
+
     def one_tensor(self, nodes: list[Node]) -> Node | None:
         """A row scale, [O] or [E, O]: the one tensor, or small per-expert ones stacked; None for none."""
         if not nodes:

@@ -14,6 +14,7 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from moefuse.graph import sizes
+from moefuse.ops.quantised import BLOCKS
 from moefuse.ops.spec import MoeSpec
 from moefuse.passes.counts import Counts
 from moefuse.passes.emit import STAND_IN, Emitter
@@ -224,16 +225,18 @@ def _quant_call(
     local = spec.num_experts // spec.ep_world_size
     overloads = torch.ops.moefuse.mega_moe
 
-    def beside(leaves: Sequence[Leaf], group: tuple[Axis, ...]) -> list[Node]:
+    def beside(leaves: Sequence[Leaf], group: tuple[Axis, ...], transposed: bool) -> list[Node]:
+        if quant.scheme in BLOCKS:
+            return restack([emitter.block_scale(leaf, group, transposed) for leaf in leaves], local)
         return restack([emitter.scale(leaf, group) for leaf in leaves], local)
 
     return emitter.call(
         overloads.quant if operands[0] is None else overloads.quant_ep,
         *operands,
-        beside(quant.scale1, quant.group1),
-        beside(quant.scale2, quant.group2),
-        beside(quant.offset1, quant.group1),
-        beside(quant.offset2, quant.group2),
+        beside(quant.scale1, quant.group1, spec.transpose_weight1),
+        beside(quant.scale2, quant.group2, spec.transpose_weight2),
+        beside(quant.offset1, quant.group1, spec.transpose_weight1),
+        beside(quant.offset2, quant.group2, spec.transpose_weight2),
         **constants,
         quant=quant.scheme,
         hidden_dtype=spec.hidden_dtype,

@@ -24,6 +24,8 @@ from moefuse.patterns import (
     loops,
     markers,
     mc2,
+    mx,
+    npu_fused_matmul,
     npu_init_routing,
     npu_matmul,
     npu_re_routing,
@@ -56,8 +58,9 @@ from moefuse.patterns.site import Site, assemble
 from moefuse.patterns.unify import Unifier, fresh
 
 COMPONENTS = (
-    *(structure, pointwise, counts, router, init_routing, pieces, hidden_states_quant, grouped_matmul),
-    *(npu_init_routing, npu_matmul, finalize_routing, mc2, loops, markers, comm, exchange, npu_re_routing),
+    *(structure, pointwise, counts, router, init_routing, pieces, hidden_states_quant, grouped_matmul, mx),
+    *(npu_init_routing, npu_matmul, npu_fused_matmul, npu_re_routing, finalize_routing, mc2),
+    *(loops, markers, comm, exchange),
 )
 """The files whose import fills the rule book."""
 

@@ -30,7 +30,7 @@ from moefuse.patterns.facts import (
     group_size,
 )
 from moefuse.patterns.pointwise import widened
-from moefuse.patterns.quantised import Dequant, QuantDot, Quantised, RowScale
+from moefuse.patterns.quantised import INT4, Dequant, QuantDot, Quantised, RowScale
 from moefuse.patterns.ranks import same_ids
 from moefuse.patterns.rules import Lifting, Outcome, argument, rule, value
 from moefuse.patterns.structure import cut
@@ -41,18 +41,18 @@ aten = torch.ops.aten
 PACKED = 8
 """int4 values in an int32."""
 
-BITS: dict[int | None, int] = {None: 8, 1: 8, 16: 4}
+INTEGERS: dict[int | None, torch.dtype] = {None: torch.int8, 1: torch.int8, 16: INT4}
 """By the number of the dtype in the schemas: torch.int8 (or nothing), torch.quint4x2."""
 
 
-def quantise(rows: Fact, bits: int, dtype: torch.dtype) -> tuple[Fact, Fact]:
+def quantise(rows: Fact, elements: torch.dtype, dtype: torch.dtype) -> tuple[Fact, Fact]:
     """(the rows as integers over their last dimension, the scale of each). int4 values lie eight to an element."""
     features = plain_axes(rows.dims[-1])
     over = tuple(Axis(axis.size) for axis in features)
     row = bind(rows.expr, {axis: (own,) for axis, own in zip(features, over, strict=True)})
     at: Dims = tuple((axis,) for axis in features)
     dims, word = rows.dims, tuple[Axis, ...]()
-    if bits == 4:
+    if elements == INT4:
         *outer, last = features or (Axis(1),)
         words = sizes.quotient(last.size, PACKED)
         if words is None:
@@ -61,8 +61,8 @@ def quantise(rows: Fact, bits: int, dtype: torch.dtype) -> tuple[Fact, Fact]:
         word = (Axis(PACKED),)
         at = (*at[:-1], (*head, *word))
         dims = (*rows.dims[:-1], (*outer, *head))
-    integers = Quantised(row, over, at, bits, dtype, word=word)
-    return Fact(integers, dims), Fact(RowScale(row, over, bits, dtype), rows.dims[:-1])
+    integers = Quantised(row, over, at, elements, dtype, word=word)
+    return Fact(integers, dims), Fact(RowScale(row, over, elements, dtype), rows.dims[:-1])
 
 
 def plain_axes(group: Group) -> tuple[Axis, ...]:
@@ -107,7 +107,7 @@ def by_row(product: Fact, scale: Fact, scale_node: Node) -> Fact:
         )
     if expr.a.scaled:
         raise Conflict("a product is multiplied by the scales of its rows twice", scale_node)
-    if not isinstance(scale.expr, RowScale) or any(scale.dims[1:]):
+    if not isinstance(scale.expr, RowScale) or scale.expr.at or any(scale.dims[1:]):
         raise Conflict("the scale per row of a product is not what its rows were quantised with", scale_node)
     unifier = Unifier()
     unifier.unify(product.dims[0], scale.dims[0])
@@ -115,17 +115,29 @@ def by_row(product: Fact, scale: Fact, scale_node: Node) -> Fact:
     assert isinstance(own, QuantDot)
     assert isinstance(own.a, Quantised)
     assert isinstance(factor, RowScale)
-    if not _belongs(factor, own.a):
+    if not belongs(factor, own.a):
         raise Conflict("a product of quantised rows is multiplied by the scales of other rows", scale_node)
     whole = replace(own, a=replace(own.a, scaled=True))
     return Fact(whole, tuple(unifier.resolve(group) for group in product.dims))
 
 
-def _belongs(scale: RowScale, integers: Quantised) -> bool:
-    if (scale.bits, scale.dtype, len(scale.over)) != (integers.bits, integers.dtype, len(integers.over)):
+def belongs(scale: RowScale, integers: Quantised) -> bool:
+    """True for the scale of the very row, and of the block of it that holds the element."""
+    kinds = [(each.elements, each.dtype, len(each.over)) for each in (scale, integers)]
+    if kinds[0] != kinds[1] or scale.at != integers.at[: len(scale.at)]:
         return False
     same = {old: (new,) for old, new in zip(scale.over, integers.over, strict=True)}
     return bind(scale.row, same) == integers.row
+
+
+def unpacked_rows(rows: Fact) -> Fact:
+    """Quantised rows with one index per value, where a tensor element holds several."""
+    integers = rows.expr
+    if not isinstance(integers, Quantised) or not integers.word:
+        return rows
+    word: dict[Axis, Group] = {axis: (Axis(axis.size),) for axis in integers.word}
+    inner = tuple(digit for axis in integers.word for digit in word[axis])
+    return Fact(bind(replace(integers, word=()), word), (rows.dims[0], (*rows.dims[1], *inner)))
 
 
 def by_channel(lift: Lifting, product: Fact, scale_node: Node, groups_node: Node | None) -> Fact:
@@ -187,10 +199,10 @@ def npu_dynamic_quant(lift: Lifting, node: Node) -> Outcome:
     demand_absent(node, "smooth_scales", "rows are multiplied by smooth scales before they are quantised")
     options: dict[str, Any] = dict(node.kwargs)
     mode, dst_type = options.get("quant_mode", "pertoken"), options.get("dst_type")
-    if mode != "pertoken" or dst_type not in BITS or options.get("dst_type_max", 0.0) != 0.0:
+    if mode != "pertoken" or dst_type not in INTEGERS or options.get("dst_type_max", 0.0) != 0.0:
         raise Conflict(f"rows are quantised {mode} to dtype number {dst_type}, not to int8 or int4 per row")
     rows = argument(node, 0)
-    return quantise(lift.fact(rows), BITS[dst_type], value(rows).dtype)
+    return quantise(lift.fact(rows), INTEGERS[dst_type], value(rows).dtype)
 
 
 def demand_absent(node: Node, name: str, reason: str) -> None:
@@ -250,7 +262,9 @@ def npu_swiglu_quant(lift: Lifting, node: Node) -> Outcome:
     _demand_dynamic(options.get("quant_mode", 0), options.get("dst_type") in (None, torch.int8), node)
     if isinstance(groups := options.get("group_index"), Node):
         demand_groups(lift, rows, groups, running=options.get("group_list_type", 0) == 0)
-    return quantise(gated(rows, torch.float32, bool(options.get("activate_left", False))), 8, torch.float32)
+    return quantise(
+        gated(rows, torch.float32, bool(options.get("activate_left", False))), torch.int8, torch.float32
+    )
 
 
 @rule("npu::npu_dequant_swiglu_quant")
@@ -275,7 +289,7 @@ def npu_dequant_swiglu_quant(lift: Lifting, node: Node) -> Outcome:
         rows = by_row(rows, lift.fact(per_row), per_row)
     if rows is not product:
         demand_unrounded(product)
-    return quantise(_activated(rows, options), 8, torch.float32)
+    return quantise(_activated(rows, options), torch.int8, torch.float32)
 
 
 def _demand_dynamic(mode: int, plain: bool, node: Node) -> None:

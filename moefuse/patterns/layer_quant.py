@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from moefuse.graph import sizes
-from moefuse.ops.quantised import SCHEMES
+from moefuse.ops.quantised import BLOCKS, SCHEMES
 from moefuse.patterns.facts import Axis, Conflict, Leaf
 from moefuse.patterns.products import Integers, Linear
 from moefuse.patterns.weights import demand_whole, span
@@ -100,7 +100,7 @@ def quantisation(
         offset2=(last.offset,) if last.offset is not None else (),
         hidden_dtype=hidden.pop(),
         rows_dtype=second.dtype,
-        activated_dtype=last.row_dtype if last.row_bits else None,
+        activated_dtype=last.row_dtype if last.rows is not None else None,
         group1=first[0].group,
         group2=last.group,
     )
@@ -139,8 +139,8 @@ def _demand_groups(one: Linear, integers: Integers) -> None:
             continue
         if {axis for axis in one.over if axis in leaf.axes} != set(group):
             raise Conflict(f"`{leaf.node.name}` has other groups of inputs than the scale")
-        if group:
-            demand_whole(leaf, group)
+        for axes in [(axis,) for axis in group] if integers.scheme in BLOCKS else [group] if group else []:
+            demand_whole(leaf, axes)
 
 
 def _demand_shared(firsts: Sequence[Integers], one_tensor: bool) -> None:

@@ -9,11 +9,13 @@ may touch a row in between: another rank would use its own.
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from moefuse.patterns.facts import Axis, Conflict, Count, Fact, Group, Leaf, Offs, Perm, Ranks
 from moefuse.patterns.finalize_routing import weighted_sum
 from moefuse.patterns.hidden_states_quant import demand_absent, quantise
+from moefuse.patterns.mx import ELEMENTS, flat, in_blocks
 from moefuse.patterns.npu_init_routing import dispatch_of
 from moefuse.patterns.rank_facts import Spread
 from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
@@ -41,7 +43,6 @@ _NUMBERS: dict[str, tuple[Any, ...]] = {
     "const_expert_num": (0,),
     "out_dtype": (0,),
     "comm_quant_mode": (0,),
-    "y_dtype": (None,),
     "x_dtype": (None,),
     "scales_dtype": (None,),
 }
@@ -81,14 +82,24 @@ def npu_distribute_dispatch(lift: Lifting, node: Node) -> Outcome:
     local = experts // world
     at: Group = () if local == 1 else (Axis(local),)
     counts = Fact((Offs if node.kwargs.get("expert_token_nums_type", 1) == 0 else Count)(key, at), (at,))
-    mode = node.kwargs.get("quant_mode", 0)
+    mode, number, dtype = (
+        node.kwargs.get("quant_mode", 0),
+        node.kwargs.get("y_dtype"),
+        value(argument(node, 0)).dtype,
+    )
+    if mode == 4 and number in ELEMENTS:
+        rows, scales = in_blocks(own.rows, ELEMENTS[number], dtype)
+        return rows, flat(scales), None, counts, None, None, None
+    if number is not None:
+        raise Conflict(f"npu_moe_distribute_dispatch with quant_mode={mode} and y_dtype={number}")
     if mode == 0:
         return own.rows, None, None, counts, None, None, None
     if mode != 2:
         raise Conflict(
-            f"the dispatch quantises with quant_mode={mode}: only int8 with a scale of each row (2) is"
+            f"the dispatch quantises with quant_mode={mode}: only int8 with a scale of each row (2) and MX blocks (4) "
+            "are understood"
         )
-    rows, scales = quantise(own.rows, 8, value(argument(node, 0)).dtype)
+    rows, scales = quantise(own.rows, torch.int8, dtype)
     return rows, scales, None, counts, None, None, None
 
 

@@ -7,12 +7,14 @@ be taken alone. What would drop slots is refused by name.
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from moefuse.graph.sizes import Size
 from moefuse.patterns.counts import covers
 from moefuse.patterns.facts import Axis, Conflict, Count, Dims, Fact, Group, Leaf, Offs, Perm, Pos, group_size
 from moefuse.patterns.hidden_states_quant import demand_absent, quantise
+from moefuse.patterns.mx import flat, in_blocks
 from moefuse.patterns.pointwise import pointwise
 from moefuse.patterns.rank_facts import Among, Local
 from moefuse.patterns.ranks import numbered
@@ -37,6 +39,8 @@ class Dispatch:
 
 
 ROUTING_V2 = "npu::npu_moe_init_routing_v2"
+BLOCKS = {2: torch.float8_e5m2, 3: torch.float8_e4m3fn, 9: torch.float4_e2m1fn_x2}
+"""What the rows become in MX blocks, by quant_mode."""
 
 
 @rule("npu::npu_moe_init_routing")
@@ -72,17 +76,17 @@ def npu_init_routing(lift: Lifting, node: Node) -> Outcome:
 def npu_init_routing_v2(lift: Lifting, node: Node) -> Outcome:
     """(rows in expert order, row of each slot or slot of each row, tokens per expert, scales of the rows).
 
-    The scales are those of rows that are quantised here (quant_mode 1), or of the tokens (quant_mode -1).
+    The scales are those of rows that are quantised here (quant_mode 1, in MX blocks 2, 3 and 9), or of the tokens (-1).
     """
     dispatch = dispatch_of(lift, node, argument(node, 0), argument(node, 1))
     if dispatch is None:
         return None
     options = {name: node.kwargs.get(name, default) for name, default in _ROUTING_DEFAULTS.items()}
     _demand_no_drops(options)
-    if options["quant_mode"] not in (-1, 1) or options["x_dtype"] is not None:
+    if (mode := options["quant_mode"]) not in (-1, 1, *BLOCKS) or options["x_dtype"] is not None:
         raise Conflict(
-            f"the init routing quantises the token rows with quant_mode={options['quant_mode']}: only int8 with a "
-            "scale of each row (1) is understood"
+            f"the init routing quantises the token rows with quant_mode={mode}: only int8 with a scale of each row (1) "
+            "and MX blocks (2, 3, 9) are understood"
         )
     experts = options["expert_num"]
     first, last = tuple(options["active_expert_range"]) or (0, experts)
@@ -111,9 +115,9 @@ def npu_init_routing_v2(lift: Lifting, node: Node) -> Outcome:
     counts = None
     if options["expert_tokens_num_flag"] and options["expert_tokens_num_type"] in (0, 1):
         counts = _tokens_per_expert(dispatch, experts, running=options["expert_tokens_num_type"] == 0)
-    if options["quant_mode"] == 1:
-        rows, scales = _quantised(node, dispatch)
-        return rows, row_idx, counts, scales
+    if mode in (1, *BLOCKS):
+        rows, scales = _quantised(node, dispatch, BLOCKS.get(mode))
+        return rows, row_idx, counts, flat(scales) if mode in (2, 3) else scales
     return dispatch.rows, row_idx, counts, _rows_of(lift, dispatch, argument(node, 2, "scale"))
 
 
@@ -155,13 +159,18 @@ def _among(node: Node, dispatch: Dispatch, first: int, experts: int) -> Dispatch
     return replace(dispatch, rows=rows, sorted_ids=Fact(dispatch.ids.expr, (order,)), key=key)
 
 
-def _quantised(node: Node, dispatch: Dispatch) -> tuple[Fact, Fact]:
-    """The rows as int8, and their scales."""
+def _quantised(node: Node, dispatch: Dispatch, blocks: torch.dtype | None = None) -> tuple[Fact, Fact]:
+    """The rows as int8, and their scales; or as elements of MX blocks, and those of the blocks."""
     demand_absent(node, "scale", "rows are multiplied by smooth scales before they are quantised")
     demand_absent(node, "offset", "rows are quantised with an offset")
     if not is_float(argument(node, 0)):
         raise Conflict("rows of integers are quantised once more")
-    return quantise(dispatch.rows, 8, value(argument(node, 0)).dtype)
+    dtype = value(argument(node, 0)).dtype
+    return (
+        quantise(dispatch.rows, torch.int8, dtype)
+        if blocks is None
+        else in_blocks(dispatch.rows, blocks, dtype)
+    )
 
 
 def _rows_of(lift: Lifting, dispatch: Dispatch, scales: Node | None) -> Fact | None:

@@ -5,7 +5,7 @@ of the groups of rows (or their ends). Out: the product of each row with its own
 to is proved (hidden_states_quant.py); formats without a rule here are refused by name.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,10 +29,16 @@ from moefuse.patterns.facts import (
     Table,
     group_size,
 )
-from moefuse.patterns.finalize_routing import accumulated, weighted_rows
 from moefuse.patterns.grouped_matmul import grouped, row_order
-from moefuse.patterns.hidden_states_quant import PACKED, by_row, gated, plain_axes, quantise, stored
-from moefuse.patterns.quantised import Dequant, QuantDot, Quantised
+from moefuse.patterns.hidden_states_quant import (
+    PACKED,
+    by_row,
+    plain_axes,
+    stored,
+    unpacked_rows,
+)
+from moefuse.patterns.mx import block_product, elements_of, is_e8m0
+from moefuse.patterns.quantised import INT4, Dequant, QuantDot, Quantised
 from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
 from moefuse.patterns.unify import Unifier, bind
 
@@ -54,7 +60,8 @@ _NO_RULE = (
     ),
     *("w_dtype", "pertoken_scale_dtype"),
 )
-"""Static quantisation and number formats that the schemas name by a dtype of their own (MXFP8, MXFP4, HiFloat8)."""
+"""Static quantisation, and number formats that the schemas name by a dtype of their own: MX blocks have a rule, others
+(HiFloat8) don't."""
 
 
 @rule("npu::npu_grouped_matmul")
@@ -62,16 +69,21 @@ def npu_grouped_matmul(lift: Lifting, node: Node) -> Outcome:
     """[x[0] times each expert's weight]; group_list holds running counts (group_list_type 0) or counts (1)."""
     (x, *more), weights = argument(node, 0), argument(node, 1)
     options: dict[str, Any] = dict(node.kwargs)
-    _demand_rules(options)
+    per_row = options.get("per_token_scale")
+    blocks = per_row is not None and is_e8m0(per_row[0], options.get("per_token_scale_dtype"))
+    if not blocks:
+        demand_rules(options)
     for name, (default, allowed) in _PLAIN_OPTIONS.items():
         if (given := options.get(name, default)) not in allowed:
             raise Conflict(f"a grouped GEMM with {name}={given}")
     if more or not isinstance(options.get("group_list"), Node):
         raise Conflict("a grouped GEMM of several inputs, or without a tensor of group sizes")
-    groups = _groups(lift, options["group_list"], options.get("group_list_type", 0))
+    groups = groups_of(lift, options["group_list"], options.get("group_list_type", 0))
     (result,) = value(node)
+    if blocks:
+        return (of_blocks(lift, node, x, weights, groups, options, result.dtype),)
     if not value(weights[0]).is_floating_point():
-        return (_of_integers(lift, node, x, weights, groups, options, result.dtype),)
+        return (of_integers(lift, node, x, weights, groups, options, result.dtype),)
     for name in ("scale", "antiquant_scale", "antiquant_offset", "per_token_scale"):
         if options.get(name) is not None:
             raise Conflict(f"a grouped GEMM of {value(weights[0]).dtype} weights with {name}")
@@ -85,15 +97,16 @@ def npu_grouped_matmul(lift: Lifting, node: Node) -> Outcome:
     return (_biased(node, product, _of_experts(lift, biases), key, experts),)
 
 
-def _demand_rules(options: dict[str, Any]) -> None:
-    for name in _NO_RULE:
+def demand_rules(options: dict[str, Any], allowed: Collection[str] = ()) -> None:
+    """Demand that no argument is given for which there is no rule, but for the allowed ones."""
+    for name in (each for each in _NO_RULE if each not in allowed):
         if options.get(name) is not None:
             raise Conflict(
-                f"a grouped GEMM with {name}: only floats, int8 and int4 with a scale are understood"
+                f"a grouped GEMM with {name}: only floats, int8 and int4 with a scale, and MX blocks are understood"
             )
 
 
-def _groups(lift: Lifting, node: Node, kind: int | None) -> Offs | Count:
+def groups_of(lift: Lifting, node: Node, kind: int | None) -> Offs | Count:
     """The counts (kind 1) or running counts (0) of the ids."""
     groups = lift.fact(node)
     wanted, words = (Count, "counts") if kind == 1 else (Offs, "running counts")
@@ -105,7 +118,7 @@ def _groups(lift: Lifting, node: Node, kind: int | None) -> Offs | Count:
 # --- integers --------------------------------------------------------------------------------------------
 
 
-def _of_integers(
+def of_integers(
     lift: Lifting,
     node: Node,
     x: Node,
@@ -167,12 +180,12 @@ def integer_product(
     rows = lift.fact(x)
     if len(rows.dims) != 2 or len(weight.dims) != 3 or not isinstance(weight.expr, Leaf | Table):
         raise Conflict("a grouped GEMM whose operands are not [rows, K] and [experts, K, N]")
-    bits = 4 if weight_dtype == torch.int32 else 8
+    elements = INT4 if weight_dtype == torch.int32 else torch.int8
     if weight_dtype not in (torch.int8, torch.int32):
         raise Conflict(f"a grouped GEMM with weights of {weight_dtype}")
     group, key = row_order(rows, groups.ids, x)
-    rows = _unpacked_rows(rows, value(x).dtype, bits)
-    weight = _unpacked(weight) if bits == 4 else weight
+    rows = _unpacked_rows(rows, value(x).dtype, elements)
+    weight = _unpacked(weight) if elements == INT4 else weight
     (expert,) = weight.dims[0] if len(weight.dims[0]) == 1 else (None,)
     if not isinstance(expert, Axis) or not sizes.same(expert.size, group_size(groups.at)):
         raise Conflict(
@@ -190,9 +203,47 @@ def integer_product(
     def own(part: Fact | None) -> Expr | None:
         return None if part is None else bind(unifier.expr(part.expr), select)
 
-    b = Dequant(bind(unifier.expr(weight.expr), select), own(scale), own(offset), bits)
+    b = Dequant(bind(unifier.expr(weight.expr), select), own(scale), own(offset), elements)
     expr = QuantDot(unifier.expr(rows.expr), b, over, True, node, dtype=dtype, assist=own(assist))
     return Fact(expr, (group, unifier.resolve(weight.dims[2]))), key
+
+
+BLOCK_DTYPES = ("x_dtype", "weight_dtype", "scale_dtype", "per_token_scale_dtype")
+
+
+def of_blocks(
+    lift: Lifting,
+    node: Node,
+    x: Node,
+    weights: Sequence[Node],
+    groups: Offs | Count,
+    options: dict[str, Any],
+    dtype: torch.dtype,
+) -> Fact:
+    """A product in MX formats. The weights' scales may come as antiquant_scale, as bytes."""
+    demand_rules(options, BLOCK_DTYPES)
+    for name in ("bias", "antiquant_offset"):
+        if options.get(name):
+            raise Conflict(f"a grouped GEMM with scales of blocks, and {name}")
+    given = [options[name] for name in ("scale", "antiquant_scale") if options.get(name)]
+    if len(given) != 1:
+        raise Conflict("a grouped GEMM with scales of its rows' blocks, and not one of its weights' blocks")
+    ((first, *_),) = given
+    late = bool(options.get("antiquant_scale")) and value(first).dtype == torch.uint8
+    if not late and not is_e8m0(first, options.get("scale_dtype")):
+        raise Conflict("a grouped GEMM with scales of its rows' blocks, and other scales of its weights")
+    (row_scale,) = options["per_token_scale"]
+    elements_of(x, options.get("x_dtype"))
+    weight = _of_experts(lift, weights), elements_of(weights[0], options.get("weight_dtype"))
+    return block_product(
+        node,
+        (lift.fact(x), x),
+        (lift.fact(row_scale), row_scale),
+        weight,
+        _of_experts(lift, given[0]),
+        groups,
+        dtype,
+    )
 
 
 def _line_up(unifier: Unifier, name: str, weight: Fact, part: Fact) -> None:
@@ -220,21 +271,18 @@ def _line_up(unifier: Unifier, name: str, weight: Fact, part: Fact) -> None:
         unifier.unify(weight.dims[1], (*part.dims[1], *rest))
 
 
-def _unpacked_rows(rows: Fact, dtype: torch.dtype, weight_bits: int) -> Fact:
+def _unpacked_rows(rows: Fact, dtype: torch.dtype, weights: torch.dtype) -> Fact:
     """The rows with one index per value. Integer rows must be known as quantised, to what the product takes."""
     if dtype.is_floating_point:
         return rows
     integers = rows.expr
     if not isinstance(integers, Quantised):
         raise Conflict("the rows of a grouped GEMM are integers, and no rule says of what")
-    if (integers.bits, weight_bits) not in ((8, 8), (8, 4), (4, 4)):
-        raise Conflict(f"a grouped GEMM of int{integers.bits} rows and int{weight_bits} weights")
-    if not integers.word:
-        return rows
-    word: dict[Axis, Group] = {axis: (Axis(axis.size),) for axis in integers.word}
-    inner = tuple(digit for axis in integers.word for digit in word[axis])
-    whole = bind(replace(integers, word=()), word)
-    return Fact(whole, (rows.dims[0], (*rows.dims[1], *inner)))
+    both = integers.elements, weights
+    if both not in ((torch.int8, torch.int8), (torch.int8, INT4), (INT4, INT4)):
+        rows_as, weights_as = (str(each).removeprefix("torch.") for each in both)
+        raise Conflict(f"a grouped GEMM of {rows_as} rows and {weights_as} weights")
+    return unpacked_rows(rows)
 
 
 def _unpacked(weight: Fact) -> Fact:
@@ -288,65 +336,3 @@ def _biased(node: Node, product: Fact, bias: Fact, ids: Expr, experts: Size) -> 
     selected = unifier.expr(bind(bias.expr, {expert: (At(ids, expert.size),)}))
     expr = Op(torch.ops.aten.add.Tensor, (unifier.expr(product.expr), selected), (), node)
     return Fact(expr, (product.dims[0], features))
-
-
-@rule("npu::npu_swiglu")
-def npu_swiglu(lift: Lifting, node: Node) -> Outcome:
-    """silu(first half) * second half of a dimension."""
-    rows = lift.fact(argument(node, 0))
-    if not rows.expr.hard:
-        return None
-    dim = int(argument(node, 1, "dim", -1)) % len(rows.dims)
-    if dim != len(rows.dims) - 1:
-        raise Conflict("a gated activation over rows")
-    return gated(rows, value(node).dtype)
-
-
-@rule("npu::npu_grouped_matmul_swiglu_quant_v2", "npu::npu_grouped_matmul_swiglu_quant")
-def npu_grouped_matmul_swiglu_quant(lift: Lifting, node: Node) -> Outcome:
-    """The product of quantised rows with integer weights, the gated product, int8 with one scale per row."""
-    first = op_name(node) == "npu::npu_grouped_matmul_swiglu_quant"
-    options: dict[str, Any] = dict(node.kwargs)
-    _demand_rules(options)
-    for name in ("bias", "offset", "smooth_scale"):
-        if options.get(name) is not None:
-            raise Conflict(f"a grouped GEMM with activation and quantisation, and {name}")
-    modes = [options.get(name, default) for name, default in _FUSED_DEFAULTS.items()]
-    if modes != list(_FUSED_DEFAULTS.values()):
-        given = ", ".join(f"{name}={mode}" for name, mode in zip(_FUSED_DEFAULTS, modes, strict=True))
-        raise Conflict(
-            f"a grouped GEMM with activation and quantisation to other than int8 per row ({given})"
-        )
-    x, weights = argument(node, 0), argument(node, 1)
-    scales, x_scale, group_list = (argument(node, i) for i in ((3, 4, 2) if first else (2, 3, 4)))
-    weights, scales = ([weights], [scales]) if first else (weights, scales)
-    groups = _groups(lift, group_list, options.get("group_list_type", 0))
-    tensors = {"scale": scales, "per_token_scale": [x_scale], "bias": options.get("weight_assist_matrix")}
-    product = _of_integers(lift, node, x, weights, groups, tensors, torch.float32)
-    return (*quantise(gated(product, torch.float32), 8, torch.float32), *((None,) if first else ()))
-
-
-_FUSED_DEFAULTS = {"dequant_mode": 0, "dequant_dtype": 6, "quant_mode": 0, "quant_dtype": 1}
-
-
-@rule("npu::npu_grouped_matmul_finalize_routing")
-def npu_grouped_matmul_finalize_routing(lift: Lifting, node: Node) -> Outcome:
-    """The product of quantised rows, each times its logit, added to its token's row of the output."""
-    options: dict[str, Any] = dict(node.kwargs)
-    _demand_rules(options)
-    x, weight, group_list = (argument(node, i) for i in range(3))
-    if options.get("shared_input") is not None:
-        raise Conflict("the finalize routing adds a shared expert's rows to a part of the output")
-    if options.get("scale") is None or not isinstance(row_index := options.get("row_index"), Node):
-        raise Conflict("a grouped GEMM with finalize routing, without scale or row_index")
-    groups = _groups(lift, group_list, options.get("group_list_type", 1))
-    given = {
-        "scale": [options["scale"]],
-        "bias": [options["bias"]] if options.get("bias") is not None else None,
-    }
-    if (per_row := options.get("pertoken_scale")) is not None:
-        given["per_token_scale"] = [per_row]
-    rows = _of_integers(lift, node, x, [weight], groups, given, torch.float32)
-    if (logit := options.get("logit")) is not None:
-        rows = weighted_rows(lift, node, rows, logit)
-    return accumulated(lift, node, rows, row_index, options.get("output_bs") or value(x).shape[0])

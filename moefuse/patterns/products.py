@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from moefuse.patterns.facts import Axis, Conflict, Const, Dense, Dot, Expr, Leaf, Mean, Op, group_axes
 from moefuse.patterns.pointwise import ROUNDING, is_rounding, strip_casts, walk
-from moefuse.patterns.quantised import Dequant, QuantDot, Quantised
+from moefuse.patterns.quantised import INT4, Dequant, QuantDot, Quantised
 from moefuse.patterns.rules import op_name, value
 from moefuse.patterns.unify import bind
 
@@ -59,26 +59,39 @@ def split_factors(every: list[Expr]) -> tuple[Expr, list[Expr]]:
     return hard[0], [f for f in every if not f.hard]
 
 
+_BITS = {torch.int8: 8, INT4: 4}
+_BLOCKS = {
+    ("float8_e4m3fn", "float8_e4m3fn"): "mxfp8",
+    ("float8_e5m2", "float8_e5m2"): "mxfp8",
+    ("float4_e2m1fn_x2", "float4_e2m1fn_x2"): "mxfp4",
+    ("float8_e4m3fn", "float4_e2m1fn_x2"): "mxfp4a8",
+}
+"""Schemes of MX blocks, by (rows, weights)."""
+
+
 @dataclass(frozen=True)
 class Integers:
     """How the operands of an expert GEMM are quantised.
 
-    row_bits: of the rows, 0 for floats. row_dtype: in which they lay before. scale, offset: (weight + offset) * scale,
-    one value per output channel, or one per group of inputs (group: their axes). The bias of int8 rows and int4 weights
-    is the assist of `QuantDot`.
+    rows, weights: their elements, rows None for floats. row_dtype: in which they lay before. scale, offset: (weight +
+    offset) * scale, one value per output channel, or one per group of inputs (group: their axes). The bias of int8 rows
+    and int4 weights is the assist of `QuantDot`.
     """
 
-    row_bits: int
+    rows: torch.dtype | None
     row_dtype: torch.dtype
-    weight_bits: int
+    weights: torch.dtype
     scale: Leaf
     offset: Leaf | None
     group: tuple[Axis, ...]
 
     @property
     def scheme(self) -> str:
-        """w8a8, w4a16, ..."""
-        return f"w{self.weight_bits}a{self.row_bits or 16}"
+        """w8a8, w4a16, mxfp8, ..., or in words what is none."""
+        if self.weights in _BITS and (self.rows is None or self.rows in _BITS):
+            return f"w{_BITS[self.weights]}a{16 if self.rows is None else _BITS[self.rows]}"
+        rows, weights = (str(each or "float").removeprefix("torch.") for each in (self.rows, self.weights))
+        return _BLOCKS.get((rows, weights), f"{rows} rows times {weights} weights")
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
@@ -144,7 +157,7 @@ def _of_integers(dot: QuantDot) -> Linear:
     whole, scale, offset, assist = (part if isinstance(part, Leaf) else None for part in parts)
     if whole is None or scale is None:
         raise Conflict(f"the weights of `{dot.node.name}` are not selected by the routing")
-    rows, bits = dot.a, 0
+    rows, elements = dot.a, None
     dtype = dot.dtype
     if isinstance(rows, Quantised):
         if not rows.scaled:
@@ -152,10 +165,10 @@ def _of_integers(dot: QuantDot) -> Linear:
         at = [digit for group in rows.at for digit in group]
         if set(at) != set(dot.over) or len(at) != len(dot.over):
             raise Conflict(f"`{dot.node.name}` multiplies a part of its quantised rows")
-        bits, dtype = rows.bits, rows.dtype
+        elements, dtype = rows.elements, rows.dtype
         rows = bind(rows.row, dict(zip(rows.over, rows.at, strict=True)))
     group = tuple(axis for axis in dot.over if axis in scale.axes)
-    integers = Integers(bits, dtype, weight.bits, scale, offset, group)
+    integers = Integers(elements, dtype, weight.elements, scale, offset, group)
     return Linear(rows, whole, dot.over, assist, dot.node, dot.dtype, integers)
 
 

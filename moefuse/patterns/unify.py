@@ -131,7 +131,7 @@ def _at(group: Group | None, binding: Binding) -> Group | None:
     return None if group is None else bind_group(group, binding)
 
 
-def _bind_quantised(expr: Quantised, binding: Binding) -> Expr:
+def _bind_quantised(expr: Quantised | RowScale, binding: Binding) -> Expr:
     at = tuple(bind_group(group, binding) for group in expr.at)
     return replace(expr, row=bind(expr.row, binding), at=at)
 
@@ -145,7 +145,7 @@ _BINDERS: dict[type, Callable[[Any, Binding], Expr]] = {
     Dot: lambda e, b: e.rebuilt(lambda part: bind(part, b)),
     QuantDot: lambda e, b: e.rebuilt(lambda part: bind(part, b)),
     Quantised: _bind_quantised,
-    RowScale: lambda e, b: e.rebuilt(lambda part: bind(part, b)),
+    RowScale: _bind_quantised,
     Dequant: lambda e, b: e.rebuilt(lambda part: bind(part, b)),
     Sum: lambda e, b: e.rebuilt(lambda part: bind(part, b)),
     Mean: lambda e, b: e.rebuilt(lambda part: bind(part, b)),

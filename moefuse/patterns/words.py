@@ -7,6 +7,8 @@ sort is named at the end. For reading only: nothing is decided from it.
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+
 from moefuse.patterns.facts import (
     Arrived,
     At,
@@ -131,7 +133,11 @@ class _Speaker:
 
     def quantised(self, row: Quantised) -> str:
         text = self.expr(bind(row.row, dict(zip(row.over, row.at, strict=True))))
-        return f"int{row.bits}({text})" + (" times its scale" if row.scaled else "")
+        return f"{_name_of(row.elements)}({text})" + (" times its scale" if row.scaled else "")
+
+    def row_scale(self, scale: RowScale) -> str:
+        row = f"{_name_of(scale.elements)}({self.expr(scale.row)})"
+        return f"the scale of block {self.dims(scale.at)} of {row}" if scale.at else f"the scale of {row}"
 
     def dequant(self, weight: Dequant) -> str:
         stored = self.expr(weight.stored)
@@ -147,6 +153,10 @@ class _Speaker:
     def base(self, total: Sum) -> str:
         body = self.total(total.over, self.expr(total.body))
         return body if total.base is None else f"`{total.base.name}` + {body}"
+
+
+def _name_of(elements: torch.dtype) -> str:
+    return str(elements).removeprefix("torch.")
 
 
 _SAY: dict[type[Expr], Any] = {
@@ -167,7 +177,7 @@ _SAY: dict[type[Expr], Any] = {
     Among: lambda s, e: f"{s.expr(e.ids)} less {e.first}, of {e.experts} experts",
     Spread: lambda s, e: f"{s.expr(e.ids)} modulo the {e.ranks.experts} experts of a rank",
     Quantised: lambda s, e: s.quantised(e),
-    RowScale: lambda s, e: f"the scale of int{e.bits}({s.expr(e.row)})",
+    RowScale: _Speaker.row_scale,
     Dequant: lambda s, e: s.dequant(e),
     Tally: lambda s, e: f"how many of `{e.ids.node.name}` are one of {sorted(e.experts)}",
     Owned: lambda s, e: f"how many of `{e.ids.node.name}` are experts of rank {s.group(e.at)}",

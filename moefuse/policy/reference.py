@@ -7,7 +7,7 @@ import torch
 
 from moefuse.ops import activations
 from moefuse.ops.options import FLOATS, GATE_UPS, ROW_NORMS, WEIGHT_POSITIONS
-from moefuse.ops.quantised import SCHEMES
+from moefuse.ops.quantised import BLOCKS, SCHEMES
 from moefuse.ops.spec import MoeSpec
 from moefuse.policy.check import Check
 
@@ -46,10 +46,13 @@ DTYPES = Check(
     lambda s: s.x_dtype in FLOATS and s.output_dtype in FLOATS,
     "x is {x_dtype} and the output {output_dtype}; only float16, bfloat16, float32 and float64 can be computed",
 )
+_STORED: dict[str, tuple[torch.dtype, ...]] = {"none": FLOATS} | {
+    name: own for name, (own, _) in BLOCKS.items()
+}
 EXPERT_DTYPE = Check(
     "expert_dtype",
     ("expert_dtype", "quant"),
-    lambda s: s.expert_dtype in (FLOATS if s.quant == "none" else (torch.int8, torch.int32)),
+    lambda s: s.expert_dtype in _STORED.get(s.quant, (torch.int8, torch.int32)),
     "the experts are {expert_dtype}, quantised as {quant}; floats and the schemes of mega_moe.quant can be computed",
 )
 QUANT = Check(

@@ -250,7 +250,7 @@ DROPPED = object()
 
 ARGUMENTS: tuple[tuple[str, str, str, Any, str], ...] = (
     ("w8a8_dequant_swiglu_quant", "npu_moe_init_routing_v2", "quant_mode", 0, "with quant_mode=0"),
-    ("w8a8_dequant_swiglu_quant", "npu_moe_init_routing_v2", "quant_mode", 3, "with quant_mode=3"),
+    ("w8a8_dequant_swiglu_quant", "npu_moe_init_routing_v2", "quant_mode", 8, "with quant_mode=8"),
     (
         "w8a8_dequant_swiglu_quant",
         "npu_moe_init_routing_v2",
@@ -304,7 +304,7 @@ ARGUMENTS: tuple[tuple[str, str, str, Any, str], ...] = (
         "npu_grouped_matmul",
         "per_token_scale_dtype",
         293,
-        "per_token_scale_dtype",
+        "a grouped GEMM with scales of its rows' blocks, and other scales of its weights",
     ),
     ("w8a8_swiglu_dynamic_quant", "npu_grouped_matmul", "offset", ["w"], "a grouped GEMM with offset"),
     ("w8a8_swiglu_dynamic_quant", "npu_grouped_matmul", "antiquant_scale", ["w"], "with antiquant_scale"),

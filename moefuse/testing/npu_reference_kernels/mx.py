@@ -50,7 +50,8 @@ def quantise(values: Tensor, elements: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def _power(exponent: Tensor) -> Tensor:
     """2 to the exponent, exactly, as float64."""
-    return (exponent.long() + 1023 << 52).view(torch.float64)
+    power: Tensor = (exponent.long() + 1023 << 52).view(torch.float64)
+    return power
 
 
 def _float4(values: Tensor) -> Tensor:
@@ -60,7 +61,8 @@ def _float4(values: Tensor) -> Tensor:
         middle = (_FLOAT4_VALUES[code] + _FLOAT4_VALUES[code + 1]) / 2
         codes += (size >= middle) if code % 2 else (size > middle)
     low, high = (codes + 8 * values.signbit()).unflatten(-1, (-1, 2)).unbind(-1)
-    return (low + 16 * high).to(torch.uint8)
+    pairs: Tensor = low + 16 * high
+    return pairs.to(torch.uint8)
 
 
 def values_of(stored: Tensor, elements: torch.dtype) -> Tensor:

@@ -1,0 +1,118 @@
+"""Sequences in MX formats become one node, with the numbers that they had and those of a plain loop."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+import moefuse
+from moefuse.patterns.engine import lift
+from moefuse.patterns.words import words
+from moefuse.policy import decide
+from moefuse.testing import capture_graph
+from tests.npu.mx_sequences import CASES, Case, H, I
+from tests.npu.sequences import E, K, route
+from tests.npu.test_mx_kernels import block, meant
+
+fuse = partial(moefuse.fuse, options={"target": "reference"})
+
+WRITTEN_OUT = 2e-2
+"""Norm-wise, where the graph rounds within its activation: its steps in bfloat16 are off by up to 2^-9 each, which
+moves elements by a step of 2^-4. Elsewhere fused and unfused are equal bit by bit."""
+LOOP = {"mxfp8": 2e-2, "mxfp4a8": 2e-2, "mxfp4": 5e-2}
+"""Norm-wise against the float64 loop, which rounds nothing to bfloat16: an element may round the other way, by 2^-4 of
+itself with float8, 2^-2 with float4."""
+
+
+def inputs(tokens: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    return torch.randn(tokens, H, generator=generator).bfloat16(), torch.randn(tokens, E, generator=generator)
+
+
+def off(got: Tensor, want: Tensor) -> float:
+    """The norm-wise difference."""
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_sequence_becomes_one_node(name: str) -> None:
+    case = CASES[name]
+    arguments = (*inputs(5), *case.tensors)
+    captured = capture_graph(case.layer, arguments, dynamic={0: (0,), 1: (0,)})
+    result = fuse(captured.graph_module)
+    assert result.report.fused == 1, result.report
+    targets = [str(node.target) for node in result.graph_module.graph.nodes if node.op == "call_function"]
+    assert [target for target in targets if "mega_moe" in target] == ["moefuse.mega_moe.quant"]
+    assert not [target for target in targets if target.startswith("npu.")]
+    spec = result.report.sites[0].spec
+    assert (spec.quant, spec.activation, spec.gate_up) == (case.scheme, case.activation, "concat")
+    assert (spec.num_experts, spec.top_k, spec.hidden, spec.intermediate) == (E, K, H, I)
+    assert spec.weight_scale_groups == (H // 32, I // 32)
+    assert spec.weight_bytes == E * 3 * H * I // (1 if case.scheme == "mxfp8" else 2)
+    for tokens in (2, 5, 16):
+        given = (*inputs(tokens), *case.tensors)
+        want, got = case.layer(*given), result.graph_module(*given)[0]
+        assert got.dtype == want.dtype
+        assert off(got, want) <= (WRITTEN_OUT if name == "mxfp8_swiglustep" else 0)
+    assert off(result.graph_module(*captured.inputs)[0], loop(case, *arguments)) < LOOP[case.scheme]
+
+
+def loop(case: Case, x: Tensor, logits: Tensor, *tensors: Tensor) -> Tensor:
+    """Slot by slot in float64, with the elements that the format makes."""
+    (w13, w2), (s13, s2) = tensors[:2], tensors[2:]
+    routing, ids = route(logits)
+    y = torch.zeros(x.shape, dtype=torch.float64)
+
+    def gemm(row: Tensor, weight: Tensor, scales: Tensor, e: int) -> Tensor:
+        lies = weight.transpose(1, 2)[e].contiguous(), scales.transpose(1, 2)[e].contiguous()
+        whole = []
+        for start in range(0, row.shape[0], 32):
+            exponent, elements = block(row[start : start + 32].tolist(), case.rows_as)
+            whole += [element * 2.0**exponent for element in elements]
+        matrix = torch.tensor(meant(*lies, case.weights_as), dtype=torch.float64)
+        return matrix @ torch.tensor(whole, dtype=torch.float64)
+
+    for t in range(x.shape[0]):
+        for j in range(K):
+            e = int(ids[t, j])
+            gate, up = gemm(x[t].double(), w13, s13, e).chunk(2)
+            y[t] += float(routing[t, j]) * gemm(torch.nn.functional.silu(gate) * up, w2, s2, e)
+    return y
+
+
+def test_the_cpu_target_refuses_by_name() -> None:
+    case = CASES["mxfp8_by_steps"]
+    report = moefuse.fuse(capture_graph(case.layer, (*inputs(5), *case.tensors)).graph_module).report
+    assert report.fused == 0
+    assert "the experts are quantised as mxfp8; the cpu target has no kernel" in report.sites[0].reason
+    assert decide(report.sites[0].spec, target="reference").ok
+
+
+def test_no_tokens() -> None:
+    case = CASES["mxfp8_by_steps"]
+    result = fuse(
+        capture_graph(case.layer, (*inputs(5), *case.tensors), dynamic={0: (0,), 1: (0,)}).graph_module
+    )
+    assert result.graph_module(*inputs(0), *case.tensors)[0].shape == (0, H)
+
+
+def test_torch_compile() -> None:
+    case = CASES["mxfp8_fused_first_product"]
+    arguments = (*inputs(6), *case.tensors)
+    torch._dynamo.reset()
+    compiled = torch.compile(case.layer, backend="moefuse", options={"inner": "eager", "target": "reference"})
+    with torch.no_grad():
+        got = compiled(*arguments)
+    assert moefuse.reports()[-1].fused == 1
+    assert off(got, case.layer(*arguments)) == 0
+
+
+def test_the_meaning_of_a_product_in_words() -> None:
+    case = CASES["mxfp8_by_steps"]
+    facts = lift(capture_graph(case.layer, (*inputs(5), *case.tensors)).graph_module.graph).facts
+    texts = [words(part) for fact in facts.values() if isinstance(fact, tuple) for part in fact if part]
+    assert any("float8_e4m3fn(`arg0_1`[i, " in text and " times its scale * " in text for text in texts), (
+        texts
+    )
+    assert any("the scale of block " in text for text in texts), texts
