@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from moefuse.ops.quantised import BLOCKS
 from moefuse.ops.spec import MoeSpec
 from moefuse.policy.check import Check, Verdict, judge
 from moefuse.policy.npu_buffer import MIB, Traffic, combine_bytes, required_bytes
@@ -38,7 +39,7 @@ class Conditions:
 
     soc: the device's name, as it reports it. revision: of the installed operator (R0, R1, ..., or
         "dispatch_ffn_combine"), "" if unidentified.
-    scheme: how the weights are quantised (none, w8a8, w4a8, mxfp8, mxfp4); weight_format: ND or FRACTAL_NZ.
+    scheme: how the weights are quantised (none, w8a8, w4a8, mxfp8, ...); weight_format: ND or FRACTAL_NZ.
     num_max_tokens_per_rank: the true maximum of any rank's token count. max_recv_token_num: rows that a rank can
     receive, 0 for the worst case. hccl_buffer_bytes: HCCL_BUFFSIZE of the group, in bytes.
     tensor_parallel: the size of the group that shards each expert. lora, dynamic_eplb: in use on this layer.
@@ -215,7 +216,7 @@ def checks_of_row(row: Limits) -> tuple[Check, ...]:
             ("conditions", "transpose_weight1", "transpose_weight2", *_WEIGHT_BYTES),
             functools.partial(_weight_layout, transposed=row.transposed_weights),
         ),
-        _check("weight_scales", ("weight_scale_groups",), _weight_scales),
+        _check("weight_scales", ("weight_scale_groups", "quant"), _weight_scales),
         _check("bias", ("has_bias1", "has_bias2", "conditions"), _bias),
         _check("dtypes", ("x_dtype", "output_dtype", "router_dtype"), _dtypes),
         _check("ids", ("ids_checked",), _ids),
@@ -290,7 +291,7 @@ def _weight_format(layer: NpuLayer) -> str:
 
 
 def _weight_scales(layer: NpuLayer) -> str:
-    if layer.weight_scale_groups == (1, 1):
+    if layer.quant in BLOCKS or layer.weight_scale_groups == (1, 1):
         return ""
     groups = " and ".join(map(str, layer.weight_scale_groups))
     return f"the weights have scales for {groups} groups of inputs; {layer.operator} takes one per output channel"

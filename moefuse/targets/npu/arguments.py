@@ -12,10 +12,10 @@ from torch import Tensor
 
 from moefuse.ops.operands import Operands
 from moefuse.ops.options import Options
-from moefuse.ops.quantised import Quantisation
+from moefuse.ops.quantised import BLOCKS, Quantisation
 from moefuse.policy.npu_limits import schemes
 from moefuse.targets.npu.context import NpuContext
-from moefuse.targets.npu.weights import biases, encoded_scales, prepare
+from moefuse.targets.npu.weights import biases, block_scales, encoded_scales, prepare, prepare_blocks
 
 UNIFORM_FAMILIES = ("A2", "A3")
 """Devices on which every rank must bring as many tokens as the others."""
@@ -59,14 +59,24 @@ def arguments(
     }
     if (rows := rows_of(context, tokens, family)) != tokens:
         tensors |= _filled_up(tensors, tokens, rows, operands.topk_ids.shape[1])
+        if (
+            family not in UNIFORM_FAMILIES
+        ):  # which take no mask: the one row of an empty shard is computed, and counted
+            del tensors["x_active_mask"]
     tensors["y"] = x.new_empty((rows, x.shape[1]))
     tensors["expert_token_nums"] = x.new_empty((options.local_experts,), dtype=torch.int32)
     lies = schemes()[name].weight_format
+    as_taken = prepare_blocks if name in BLOCKS else prepare
     lists = {
-        "weight1": prepare(operands.weight1, options.transpose_weight1, lies),
-        "weight2": prepare(operands.weight2, options.transpose_weight2, lies),
+        "weight1": as_taken(operands.weight1, options.transpose_weight1, lies),
+        "weight2": as_taken(operands.weight2, options.transpose_weight2, lies),
     }
-    if quantisation is not None:
+    if quantisation is not None and name in BLOCKS:
+        lists |= {
+            "weight_scales1": block_scales(quantisation.weight_scales1, options.transpose_weight1, keep),
+            "weight_scales2": block_scales(quantisation.weight_scales2, options.transpose_weight2, keep),
+        }
+    elif quantisation is not None:
         lists |= {
             "weight_scales1": encoded_scales(quantisation.weight_scales1, keep),
             "weight_scales2": encoded_scales(quantisation.weight_scales2, keep),

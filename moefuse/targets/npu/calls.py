@@ -25,6 +25,9 @@ _DTYPES = {
     torch.int32: 3,
     torch.int64: 9,
     torch.bfloat16: 27,
+    torch.float8_e5m2: 35,
+    torch.float8_e4m3fn: 36,
+    torch.float8_e8m0fnu: 37,
 }
 """Numbers of the C interface."""
 _UINT64 = 10
@@ -79,9 +82,11 @@ def buffer(tensor: Tensor) -> Buffer:
 
 
 def _listed(name: str, tensor: Tensor) -> Buffer:
-    """One expert's. Scales are unsigned there; of a weight in tiles the number of its elements is told."""
+    """One expert's, or all of them. Scales are unsigned; a weight in tiles tells how many elements."""
+    if name in _SCALES and tensor.dtype == torch.uint8:
+        return buffer(tensor.view(torch.float8_e8m0fnu))
     plain = buffer(tensor)
-    if name in _SCALES:
+    if name in _SCALES and tensor.dtype == torch.int64:
         return replace(plain, dtype=_UINT64)
     number = formats.NUMBERS.get(formats.memory_format(tensor), 0) if name in _WEIGHTS else FORMAT_ND
     return plain if number == FORMAT_ND else replace(plain, format=number, storage=(tensor.numel(),))

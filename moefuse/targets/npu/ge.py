@@ -15,6 +15,7 @@ import torch
 
 from moefuse.ops.ep_context import provided
 from moefuse.ops.options import Options
+from moefuse.ops.quantised import BLOCKS
 from moefuse.policy.npu_limits import family_of
 from moefuse.targets.npu.abi import OUTPUTS, Kind
 from moefuse.targets.npu.arguments import numbers, rows_of
@@ -91,6 +92,8 @@ def convert_quantised(
     options = Options(**constants)
     if weight_offsets1 or weight_offsets2:
         raise PlanError("weight_offsets1: MegaMoe takes scales alone")
+    if quant in BLOCKS:
+        raise PlanError(f"quant: GE has a converter for integers alone, got {quant}")
     beside = {
         "weight_scales1": [_encoded(scale) for scale in _experts(weight_scales1, 1, options)],
         "weight_scales2": [_encoded(scale) for scale in _experts(weight_scales2, 1, options)],

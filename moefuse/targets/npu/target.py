@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from moefuse.comm import Capacity
+from moefuse.ops.mx import BLOCK
 from moefuse.ops.operands import Operands
 from moefuse.ops.options import PACKED, Options
-from moefuse.ops.quantised import Quantisation
+from moefuse.ops.quantised import BLOCKS, Quantisation
 from moefuse.ops.spec import MoeSpec
 from moefuse.policy import Verdict
 from moefuse.policy.npu import Conditions, NotAllowedError, decide_npu
@@ -108,11 +109,13 @@ class NpuTarget(Target):
         if scheme is None or not self._engine.get("copy_weights"):
             return 0
         cast = scheme.weight_format != "ND" and not self._cast
-        first = spec.weight1_rows * spec.hidden if cast or spec.transpose_weight1 else 0
-        second = spec.intermediate * spec.out_features if cast or spec.transpose_weight2 else 0
+        blocks = spec.quant in BLOCKS  # the device that takes these reads weights the other way round
+        first = spec.weight1_rows * spec.hidden if cast or spec.transpose_weight1 is not blocks else 0
+        second = spec.intermediate * spec.out_features if cast or spec.transpose_weight2 is not blocks else 0
         weights = (first + second) * spec.expert_dtype.itemsize // spec.values_per_element
         channels = 0 if spec.quant == "none" else spec.weight1_rows + spec.out_features
-        per_expert = weights + channels * (_ENCODED + (_BIAS if scheme.biases else 0))
+        beside = channels * (_ENCODED + (_BIAS if scheme.biases else 0))
+        per_expert = weights + ((first + second) // BLOCK if blocks else beside)
         return spec.num_experts // spec.ep_world_size * per_expert
 
     def open_context(self, group: Any, capacity: Capacity, spec: MoeSpec) -> Opened:
@@ -230,11 +233,12 @@ def spec_of(operands: Operands, options: Options, quantisation: Quantisation | N
     gated = options.gate_up not in ("none", "separate")
     packed = PACKED if weight1.dtype == torch.int32 else 1
     width = weight1.shape[outputs1] * packed
+    intermediate = width // 2 if gated else width
     return MoeSpec(
         num_experts=options.num_experts,
         top_k=operands.topk_ids.shape[1],
         hidden=operands.x.shape[1],
-        intermediate=width // 2 if gated else width,
+        intermediate=intermediate,
         out_features=weight2.shape[outputs2] * packed,
         device=str(operands.x.device),
         ep_world_size=options.ep_world_size,
@@ -253,17 +257,21 @@ def spec_of(operands: Operands, options: Options, quantisation: Quantisation | N
         output_dtype=options.output_dtype or operands.x.dtype,
         router_dtype=operands.topk_weights.dtype,
         ids_checked=True,
-        **_quantised((weight1, weight2), quantisation),
+        **_quantised((weight1, weight2), (operands.x.shape[1], intermediate), quantisation),
     )
 
 
-def _quantised(weights: tuple[Tensor, Tensor], quantisation: Quantisation | None) -> dict[str, Any]:
-    """The fields of a spec that quantised experts have."""
+def _quantised(
+    weights: tuple[Tensor, Tensor], inputs: tuple[int, int], quantisation: Quantisation | None
+) -> dict[str, Any]:
+    """The fields of a spec that quantised experts have; inputs: of both GEMMs."""
     if quantisation is None:
         return {}
     scales = (quantisation.weight_scales1[0], quantisation.weight_scales2[0])
     # [E, N] or [E, G, N] beside [E, K, N]; [N] or [G, N] beside [K, N]
     groups = (s.shape[-2] if s.dim() == w.dim() else 1 for s, w in zip(scales, weights, strict=True))
+    if quantisation.quant in BLOCKS:
+        groups = (size // BLOCK for size in inputs)
     return {
         "quant": quantisation.quant,
         "has_weight_offsets": bool(quantisation.weight_offsets1 or quantisation.weight_offsets2),

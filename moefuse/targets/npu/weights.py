@@ -1,4 +1,7 @@
-"""Experts' tensors as aclnnMegaMoe takes them on A2 and A3: a [K, N] matrix per expert, an encoded scale per channel.
+"""Experts' tensors as aclnnMegaMoe takes them.
+
+On A2 and A3 that is a [K, N] matrix per expert and an encoded scale per channel; on A5 [.., N, K], stacked or not, with
+scales of MX blocks [.., N, K / 64, 2].
 
 In: a layer's tensors as they lie. Out: views of them where they lie that way already, as engines for Ascend store them;
 else copies, made once and shared by all calls. The originals stay what they are. A copy is a cache: a call whose weight
@@ -39,6 +42,27 @@ def prepare(weights: Sequence[Tensor], transposed: bool, memory_format: str = "N
     Raises PreparationError where a copy is due while a graph is captured: the copying would be captured with it.
     """
     return _each([_weight(weight, transposed, memory_format) for weight in weights], 3)
+
+
+def prepare_blocks(weights: Sequence[Tensor], transposed: bool, memory_format: str = "ND") -> list[Tensor]:
+    """Weights in MX blocks as [.., N, K], stacked ones stacked; otherwise as `prepare`."""
+    return [_weight(weight, not transposed, memory_format) for weight in weights]
+
+
+def block_scales(scales: Sequence[Tensor], transposed: bool, keep: bool) -> list[Tensor]:
+    """Those of MX blocks as [.., N, K / 64, 2]; from [.., K / 64, N, 2], unless transposed, at each call or kept."""
+
+    def turned(scale: Tensor) -> Tensor:
+        return (scale if transposed else scale.transpose(-3, -2)).contiguous()
+
+    found = []
+    for scale in scales:
+        lies = scale.detach() if transposed else scale.detach().transpose(-3, -2)
+        kept = keep and not lies.is_contiguous()
+        found.append(
+            _kept(scale, f"blocks, transposed={transposed}", turned) if kept else turned(scale.detach())
+        )
+    return found
 
 
 def encoded_scales(scales: Sequence[Tensor], keep: bool) -> list[Tensor]:
@@ -112,7 +136,7 @@ def _kept(original: Tensor, form: str, make: Callable[[Tensor], Tensor]) -> Tens
     if _capturing(original):
         raise PreparationError(
             f"a weight of {tuple(original.shape)} must be copied for aclnnMegaMoe ({form}), and a graph is being "
-            "captured: store it as [E, K, N] in the operator's format, or call moefuse.targets.npu.prepare before"
+            "captured: store it as the operator reads it, or call moefuse.targets.npu.prepare before"
         )
     made = make(original.detach())
     if known is None or known.tensor.shape != made.shape:
