@@ -98,6 +98,20 @@ def one_case(rank: int, world: int, case: Case, most: int = 100) -> bool:
     return all(site.fused for site in moefuse.reports()[-1].sites)
 
 
+def cases_in_turn(rank: int, world: int, cases: list[Case]) -> list[bool]:
+    """Whether all layers of each case were fused; the first rank says so as they come."""
+    fused = []
+    for case in cases:
+        start = time.monotonic()
+        fused.append(one_case(rank, world, case))
+        if rank == 0:
+            words = [case.form.__name__, f"K={case.k}", f"{case.parts} group(s)", case.inner]
+            words += ["shared expert"] * case.shared + ["trained"] * case.train
+            said = f"{', '.join(words)}: {'right' if fused[-1] else 'not fused'}"
+            print(f"{world} processes: {said}, {time.monotonic() - start:.0f} s", flush=True)
+    return fused
+
+
 def _steer(block: Block, first: int) -> None:
     """Tokens without negative values choose the k experts from `first` on."""
     with torch.no_grad():
@@ -149,15 +163,9 @@ def main() -> None:
     )
     parser.add_argument("--worlds", default="2,4,8", help="numbers of processes")
     for world in map(int, parser.parse_args().worlds.split(",")):
-        for case in all_cases(world):
-            start = time.monotonic()
-            fused = values(run_ranks(world, one_case, case, timeout=1800))
-            assert all(fused), f"{case} isn't fused"
-            words = [case.form.__name__, f"K={case.k}", f"{case.parts} group(s)", case.inner]
-            words += ["shared expert"] * case.shared + ["trained"] * case.train
-            print(
-                f"{world} processes: {', '.join(words)}: right, {time.monotonic() - start:.0f} s", flush=True
-            )
+        cases = all_cases(world)
+        outcomes = values(run_ranks(world, cases_in_turn, cases, timeout=7200))
+        assert all(map(all, outcomes)), f"not fused on some rank: {outcomes}"
 
 
 if __name__ == "__main__":
