@@ -19,9 +19,11 @@ from functools import reduce
 from typing import Any
 
 import torch
+from torch._dynamo.callback import on_compile_start
 from torch._guards import CompileContext
 from torch.fx import Graph, GraphModule, Node
 
+from moefuse.comm.presence import announce
 from moefuse.frontend.lifter import hooked, refusals
 from moefuse.graph.capture import CaptureError, capture, is_control_flow
 from moefuse.graph.desugar import Desugared, desugared
@@ -30,7 +32,7 @@ from moefuse.inner import choose, compile_inner
 from moefuse.ops import loop_markers
 from moefuse.options import OptionError, Options
 from moefuse.passes import pipeline
-from moefuse.passes.agree import AgreementError, demand_unpromised, weights_of
+from moefuse.passes.agree import AgreementError, demand_unpromised, expect, leave, speaking, weights_of
 from moefuse.passes.pipeline import FuseResult, RejectedError
 from moefuse.passes.plan_comm import Contact
 from moefuse.passes.verify import Checker, VerifyError, tolerance
@@ -39,6 +41,7 @@ from moefuse.report.journal import JOURNAL
 from moefuse.report.model import GraphReport, LayerReport
 
 log = logging.getLogger("moefuse")
+on_compile_start(announce)
 
 ROUTING = (
     "topk",
@@ -76,7 +79,7 @@ def moefuse(
     parsed = Options.parse(options)
     from_mode = _mode_options(mode, choose(parsed.inner, example_inputs))
     inputs, taking_the_whole = read_locally(gm, example_inputs)
-    with refusals(inputs), weights_of(example_inputs):
+    with refusals(inputs), weights_of(example_inputs), speaking(gm, inputs):
         compiled = compile_graph(gm, inputs, parsed, from_mode, contact="ask")
     JOURNAL.record(compiled.report, CompileContext.current_compile_id())
     run = compiled.run if compiled.checker is None else _verified(compiled, gm, parsed.mode)
@@ -175,9 +178,10 @@ def compile_graph(
     loops = [number for graph in _graphs(gm) for number in loop_markers.marked(graph)]
 
     def plain(report: GraphReport) -> Compiled:
+        reason = report.note or (report.error.splitlines() or ["nothing is fused"])[-1]
         if loops:
-            reason = report.note or (report.error.splitlines() or ["nothing is fused"])[-1]
             raise UnprovedError(dict.fromkeys(loops, reason))
+        leave(reason)
         run = compile_inner(gm, example_inputs, inner, inner_options=inner_options)
         return Compiled(run, report)
 
@@ -228,6 +232,8 @@ def compile_graph(
 
 def _local_form(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Desugared:
     local = desugared(gm, example_inputs)
+    if local.gm is not gm:
+        expect(local.gm)
     if local.wrap is not None and options.verify:
         raise CaptureError("verify=True compares graphs of plain tensors, this one has DTensors")
     return local

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, Protocol, cast
 
 import torch
@@ -23,6 +24,7 @@ from moefuse.comm.capacity import Capacity
 from moefuse.comm.collectives import Collectives
 from moefuse.comm.errors import CapacityError, ContextError, ContextInUseError, PeerError
 from moefuse.comm.plans import Asked
+from moefuse.comm.presence import announce, ended
 from moefuse.comm.rendezvous import TIMEOUT, Meeting, Store, agree
 from moefuse.comm.routing import Call, Traffic
 from moefuse.comm.shared_memory import SharedMemory
@@ -145,10 +147,16 @@ class CommContext:
             except CapacityError:
                 raise
             except BaseException as error:
-                self._closed = f"it failed before: {' '.join(str(error).split()) or type(error).__name__}"
-                for way in {self._transport, self._collectives}:
-                    way.poison(error)
+                self.fail(error)
                 raise
+
+    def fail(self, error: BaseException) -> None:
+        """This rank takes part no more: the other ranks hear of it, now or in their next step."""
+        if self._closed:
+            return
+        self._closed = f"it failed before: {' '.join(str(error).split()) or type(error).__name__}"
+        for way in {self._transport, self._collectives}:
+            way.poison(error)
 
     @contextmanager
     def recording(self, capacity: int = 1 << 16) -> Iterator[Timeline]:
@@ -289,6 +297,13 @@ def close_contexts(group: Any = None) -> None:
             _close_all(known)
 
 
+def fail_contexts(group: Any, error: BaseException) -> None:
+    """This rank leaves the program that the ranks of a group run together: see `CommContext.fail`."""
+    with _making:
+        for context in _groups.get(group, {}).values():
+            context.fail(error)
+
+
 def _close_orphans() -> None:
     """Close the contexts of groups that were destroyed and whose objects somebody still holds."""
     with _making:
@@ -323,7 +338,8 @@ def _make(
     wanted = {**capacity.to_dict(), "device": torch.device(device).type, "transport": transport}
     wanted["timeout"] = timeout
     name = f"{group.group_name}/{next(_attempts.setdefault(group.group_name, itertools.count()))}"
-    meeting = Meeting(store, name, rank, world, timeout)
+    announce()
+    meeting = Meeting(store, name, rank, world, timeout, partial(ended, group))
     collectives = Collectives(capacity, group, store, name, timeout)
     with _telling(meeting):
         hello = {"host": _host(), "run": secrets.randbits(62), "wanted": wanted}
@@ -333,6 +349,7 @@ def _make(
             views = _exchange_windows(meeting, capacity, said[0]["run"])
             shared = SharedMemory(capacity, views, rank, timeout, Asked(group))
             return CommContext(capacity, rank, collectives, shared, device)
+        meeting.conclude()
         return CommContext(capacity, rank, collectives, device=device)
 
 
@@ -373,6 +390,7 @@ def _exchange_windows(meeting: Meeting, capacity: Capacity, run: int) -> list[Wi
             if peer != rank:
                 views.append(Window.attach(name, size, run, peer, world))
         meeting.exchange("mapped", True)
+        meeting.conclude()
     except BaseException:
         for view in views:
             view.close()

@@ -7,11 +7,13 @@ meanwhile, for a rank that asks here, finds out by `Asked`.
 
 import time
 import weakref
+from functools import partial
 from typing import Any, cast
 
 import torch.distributed as dist
 
 from moefuse.comm.errors import BusyError
+from moefuse.comm.presence import announce, ended
 from moefuse.comm.rendezvous import TIMEOUT, Meeting, Store
 
 _LOOK_SECONDS = 0.5
@@ -22,13 +24,16 @@ _met: dict[str, int] = {}
 def what_all_want(group: Any, wish: Any, timeout: float = TIMEOUT) -> list[Any]:
     """Every rank's wish (JSON data), in rank order.
 
-    group: a ProcessGroup. Raises RendezvousError naming the ranks that didn't come within `timeout` seconds, BusyError
-    where one of them waits for this one in a step.
+    group: a ProcessGroup. Raises RendezvousError naming the ranks that didn't come within `timeout` seconds, ended or
+    gave up, BusyError where one of them waits for this one in a step. Either all ranks that ask get an answer, or none.
     """
+    announce()
     meeting = _next_meeting(group, timeout)
     try:
         meeting.begin()
-        return meeting.exchange("wish", wish)
+        wishes = meeting.exchange("wish", wish)
+        meeting.conclude()
+        return wishes
     except BusyError:
         raise
     except BaseException as error:
@@ -41,6 +46,11 @@ def tell_all(group: Any, wish: Any) -> None:
     _next_meeting(group, TIMEOUT).say("wish", wish)
 
 
+def give_up(group: Any, reason: str) -> None:
+    """For a rank that has no wish and never will: whoever asks for it gets a RendezvousError with the reason."""
+    _next_meeting(group, TIMEOUT).abandon(reason)
+
+
 def _next_meeting(group: Any, timeout: float) -> Meeting:
     meeting = _meeting(group, timeout)
     _met[group.group_name] = _met.get(group.group_name, 0) + 1
@@ -50,7 +60,7 @@ def _next_meeting(group: Any, timeout: float) -> Meeting:
 def _meeting(group: Any, timeout: float) -> Meeting:
     store = cast(Store, dist.distributed_c10d._world.pg_map[group][1])
     name = f"plan/{group.group_name}/{_met.get(group.group_name, 0)}"
-    return Meeting(store, name, group.rank(), group.size(), timeout)
+    return Meeting(store, name, group.rank(), group.size(), timeout, partial(ended, group))
 
 
 class Asked:

@@ -1,19 +1,22 @@
 """Bringing the ranks of a process group together, once, when a context is made.
 
 In: the group's store, rank and size. Out: `Meeting.exchange`, which gives every rank what all ranks said. A rank
-that doesn't come in time is named; a rank that fails tells the others, also those that come later.
+that doesn't come in time, or whose process ended, is named; a rank that fails tells the others, also those that come
+later. How a meeting ended is written once, by whoever is first: it ends alike for all ranks.
 """
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
-from moefuse.comm.errors import BusyError, ContextError, RendezvousError
+from moefuse.comm.errors import BusyError, CommError, ContextError, RendezvousError
 
 TIMEOUT = 300.0
 """Seconds that a rank waits for the others: they may still be compiling."""
 _LONGEST_SLEEP = 0.02
+_LOOK_SECONDS = 0.2
 
 
 class Store(Protocol):
@@ -28,54 +31,95 @@ class Store(Protocol):
     def check(self, keys: Sequence[str], /) -> bool:
         """Are all of these keys there?"""
 
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        """Write where the value is the expected one, "" for a key that isn't there; what it is then."""
+
 
 class Meeting:
-    """One attempt of all ranks to agree. `name` must be the same on all of them and never used before."""
+    """One attempt of all ranks to agree. `name` must be the same on all of them and never used before.
 
-    def __init__(self, store: Store, name: str, rank: int, world: int, timeout: float) -> None:
+    ended: whether the process of a rank is known to have ended.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        world: int,
+        timeout: float,
+        ended: Callable[[int], bool] = lambda rank: False,
+    ) -> None:
         self.rank, self.world, self.timeout = rank, world, timeout
-        self._store, self._name = store, name
+        self._store, self._name, self._ended = store, name, ended
         self._deadline = time.monotonic() + timeout
 
     def say(self, step: str, value: Any) -> None:
         """Let the others know, without waiting for them."""
-        self._store.set(self._key(step, self.rank), json.dumps(value))
+        with _reached():
+            self._store.set(self._key(step, self.rank), json.dumps(value))
 
     def exchange(self, step: str, value: Any) -> list[Any]:
         """What each rank said at this step, in rank order (JSON data).
 
-        Raises RendezvousError naming the ranks that didn't come within the timeout, or with the reason of the rank
-        that gave up: BusyError where it waits for this one elsewhere.
+        Raises RendezvousError naming the ranks that didn't come within the timeout, or whose process ended, or with
+        the reason of the rank that gave up: BusyError where it waits for this one elsewhere. After all steps each rank
+        has to `conclude`.
         """
         self.say(step, value)
         keys = [self._key(step, rank) for rank in range(self.world)]
-        pause = 0.0005
-        while not self._store.check(keys):
-            if self._store.check([self._key("abandoned")]):
-                said = json.loads(self._store.get(self._key("abandoned")))
-                raise (BusyError if said["busy"] else RendezvousError)(said["reason"])
-            if time.monotonic() > self._deadline:
-                raise self._too_late(step, keys)
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_SLEEP)
-        return [json.loads(self._store.get(key)) for key in keys]
+        pause, next_look = 0.0005, time.monotonic() + _LOOK_SECONDS
+        with _reached():
+            while not self._store.check(keys):
+                if self._store.check([self._key("end")]):
+                    self.conclude()
+                error = self._late(step, keys)
+                if error is None and time.monotonic() > next_look:
+                    next_look = time.monotonic() + _LOOK_SECONDS
+                    error = self._left(step, keys)
+                if error is not None and self.abandon(str(error)):
+                    raise error
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_SLEEP)
+            return [json.loads(self._store.get(key)) for key in keys]
 
-    def abandon(self, reason: str, *, busy: bool = False) -> None:
-        """Tell the others, now or when they come, that this attempt is over. busy: see `BusyError`."""
-        if not self._store.check([self._key("abandoned")]):  # the first reason is the true one
-            said = {"reason": f"rank {self.rank} gave up: {reason}", "busy": busy}
-            self._store.set(self._key("abandoned"), json.dumps(said))
+    def conclude(self) -> None:
+        """All is said. Raises as `exchange` where a rank gave up before any rank was here."""
+        with _reached():
+            said = self._end({"reason": "", "busy": False})
+        if said["reason"]:
+            raise (BusyError if said["busy"] else RendezvousError)(said["reason"])
+
+    def abandon(self, reason: str, *, busy: bool = False) -> bool:
+        """Tell the others, now or when they come, that this attempt is over. busy: see `BusyError`.
+
+        False where it is too late for that: all ranks have said what there is to say, and one has concluded.
+        """
+        try:
+            with _reached():
+                said = self._end({"reason": f"rank {self.rank} gave up: {reason}", "busy": busy})
+        except RendezvousError:  # nobody can conclude either
+            return True
+        return bool(said["reason"])
+
+    def _end(self, verdict: dict[str, Any]) -> dict[str, Any]:
+        """How this ends: as the first rank said that said so."""
+        end: dict[str, Any] = json.loads(self._store.compare_set(self._key("end"), "", json.dumps(verdict)))
+        return end
 
     def begin(self) -> None:
         """Let ranks that aren't here yet know that one waits for them."""
-        self._store.set(self._key("begun"), str(self.rank))
+        with _reached():
+            self._store.set(self._key("begun"), str(self.rank))
 
     def begun(self) -> int | None:
         """A rank that waits here."""
         key = self._key("begun")
         return int(self._store.get(key)) if self._store.check([key]) else None
 
-    def _too_late(self, step: str, keys: list[str]) -> RendezvousError:
+    def _late(self, step: str, keys: list[str]) -> RendezvousError | None:
+        if time.monotonic() <= self._deadline:
+            return None
         missing = tuple(rank for rank, key in enumerate(keys) if not self._store.check([key]))
         ranks = ", ".join(map(str, missing))
         return RendezvousError(
@@ -84,8 +128,30 @@ class Meeting:
             missing,
         )
 
+    def _left(self, step: str, keys: list[str]) -> RendezvousError | None:
+        for rank, key in enumerate(keys):
+            # its word is looked for last: it may have said it, and then ended
+            if rank != self.rank and self._ended(rank) and not self._store.check([key]):
+                return RendezvousError(
+                    f"rank {rank} failed: its process ended before its word ({step})", (rank,)
+                )
+        return None
+
     def _key(self, *parts: object) -> str:
         return "/".join(["moefuse", self._name, *map(str, parts)])
+
+
+@contextmanager
+def _reached() -> Iterator[None]:
+    """Whatever the store says is a RendezvousError."""
+    try:
+        yield
+    except CommError:
+        raise
+    except RuntimeError as error:
+        raise RendezvousError(
+            f"the group's store can't be reached, did the process end that holds it? {' '.join(str(error).split())}"
+        ) from error
 
 
 def agree(said: list[dict[str, Any]], what: str) -> None:

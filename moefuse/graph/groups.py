@@ -4,9 +4,14 @@ In: a name, as `_c10d_functional` operators carry it, or a group. Out: the group
 """
 
 import sys
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.fx import GraphModule
+
+SENDS = ("all_to_all", "reduce_scatter", "moe_distribute_dispatch")
+"""Part of the name of some collective in every graph in which rows go to the experts of other ranks and come back."""
 
 
 class Place(NamedTuple):
@@ -65,3 +70,12 @@ def name_of(group: Any) -> str | None:
         return group if group_of(group) is not None else None
     name = getattr(group, "group_name", None)
     return name if isinstance(name, str) and group_of(name) is not None else None
+
+
+def senders(gm: GraphModule) -> Iterator[Place]:
+    """The places in the groups whose ranks may send each other rows in this graph: known before anything is proved."""
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+            if any(word in str(node.target) for word in SENDS):
+                places = map(place_in, map(name_of, (*node.args, *node.kwargs.values())))
+                yield from (place for place in places if place is not None and place.live)

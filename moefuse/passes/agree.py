@@ -2,8 +2,9 @@
 
 In: this rank's wishes. Out: for each group the reason why none of its layers is fused, nothing where all ranks fuse
 all of them. A rank that fused alone would wait for ever, so the ranks tell each other, once per frame, with and without
-gradients, what they would do; one "no" is everybody's. Contexts are made here, before the first forward, one for all
-layers of the same sizes. A frame that is compiled anew asks nobody: what was agreed on holds.
+gradients, what they would do; one "no" is everybody's. Each rank says one word about each frame that may have such
+layers, whatever becomes of it (`speaking`). Contexts are made here, before the first forward, one for all layers of the
+same sizes. A frame that is compiled anew asks nobody: what was agreed on holds.
 """
 
 import json
@@ -13,21 +14,26 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch._guards import CompileContext
+from torch.fx import GraphModule
 from torch.utils.weak import WeakIdKeyDictionary
 
 from moefuse import targets
 from moefuse.comm import BusyError, Capacity, CommError, context_for
-from moefuse.comm.plans import tell_all, what_all_want
+from moefuse.comm.context import fail_contexts
+from moefuse.comm.plans import give_up, tell_all, what_all_want
+from moefuse.comm.presence import announce
 from moefuse.comm.rendezvous import TIMEOUT
-from moefuse.graph.groups import Place, group_of
+from moefuse.graph.capture import is_control_flow
+from moefuse.graph.groups import Place, group_of, senders
 from moefuse.ops.ep_context import provide
 from moefuse.ops.spec import MoeSpec
 from moefuse.options import Options
+from moefuse.patterns.markers import UnprovedError
 from moefuse.policy import Decision
 from moefuse.report.model import ContextReport
 from moefuse.targets.base import Opened
@@ -109,6 +115,81 @@ def _spent() -> str:
     return f"torch._dynamo.config.{name} = {limit}: Dynamo would run its frame eagerly, unfused, next"
 
 
+# --- a word about each graph -----------------------------------------------------------------------------
+
+
+@dataclass
+class _Owed:
+    """What this rank owes other ranks about the graph that it compiles. training: gradients are wanted.
+
+    silent: places in groups that may wait for its word. promised: groups that count on it.
+    """
+
+    training: bool
+    silent: set[Place] = field(default_factory=set)
+    promised: list[Any] = field(default_factory=list)
+
+
+_owed: ContextVar[_Owed | None] = ContextVar("_owed", default=None)
+
+
+@contextmanager
+def speaking(gm: GraphModule, inputs: Sequence[Any]) -> Iterator[None]:
+    """Inside, a graph is compiled, and whatever is raised, the other ranks of its groups hear of it.
+
+    But for what makes Dynamo, or the front end, compile it once more.
+    """
+    announce()
+    tensors = (x for x in (*inputs, *gm.parameters(), *gm.buffers()) if isinstance(x, torch.Tensor))
+    owed = _Owed(torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+    token = _owed.set(owed)
+    try:
+        expect(gm)
+        yield
+    except BaseException as error:
+        if not isinstance(error, UnprovedError) and not is_control_flow(error):
+            leave(" ".join(str(error).split()) or type(error).__name__)
+            for group in _promised() if isinstance(error, AgreementError) else owed.promised:
+                fail_contexts(group, error)
+        raise
+    finally:
+        _owed.reset(token)
+
+
+def expect(gm: GraphModule) -> None:
+    """Layers whose rows travel may be in this graph, or what becomes of it: its groups wait for a word."""
+    if (owed := _owed.get()) is not None:
+        owed.silent.update(senders(gm))
+
+
+def leave(reason: str) -> None:
+    """None of the graph's layers is fused here: nobody needs to wait for this rank's word about them."""
+    if (owed := _owed.get()) is None:
+        return
+    for place in sorted(owed.silent):
+        group = group_of(place.name)
+        known, (frame, _) = _known(group), _frame()
+        if (frame, owed.training) not in known:
+            _unfused_both_ways(known)
+            give_up(group, f"it doesn't fuse this graph: {reason}")
+
+
+def _unfused_both_ways(known: dict[Any, Any]) -> None:
+    """With gradients and without: who gave up isn't asked again."""
+    for grad in (False, True):
+        known.setdefault((_frame()[0], grad), None)
+
+
+def _promised() -> list[Any]:
+    """The groups whose ranks fuse layers of this frame."""
+    keys = [(_frame()[0], grad) for grad in (False, True)]
+    return [
+        group
+        for group, models in _agreed.items()
+        if any(frames.get(key) for frames in models.values() for key in keys)
+    ]
+
+
 # --- agreement -------------------------------------------------------------------------------------------
 
 _agreed: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
@@ -128,10 +209,18 @@ def settled(wishes: Sequence[Wish], options: Options, training: bool) -> dict[Pl
             refused = wish.reason or not spent
             own = wish if refused else replace(wish, digest="", check="ep_agreement", reason=spent)
             by_group.setdefault(wish.place, []).append(own)
-    # A refusal is told, which waits for nobody; then the groups are asked, in one order on all ranks.
-    order = sorted(by_group, key=lambda place: (not any(w.reason for w in by_group[place]), place.name))
+    owed = _owed.get()
+    for place in owed.silent if owed is not None else ():
+        by_group.setdefault(place, [])
+    # What is told waits for nobody; then the groups are asked, in one order on all ranks.
+    order = sorted(by_group, key=lambda place: (_asks(by_group[place]), place.name))
     answers = {place: _agree(place, by_group[place], options, training) for place in order}
     return {place: refusal for place, refusal in answers.items() if refusal is not None}
+
+
+def _asks(wishes: Sequence[Wish]) -> bool:
+    """A rank that says no, or nothing, needn't hear what the others say."""
+    return bool(wishes) and not any(wish.reason for wish in wishes)
 
 
 def demand_unpromised(reason: str) -> None:
@@ -147,18 +236,16 @@ def demand_unpromised(reason: str) -> None:
 
 def _agree(place: Place, wishes: list[Wish], options: Options, training: bool) -> tuple[str, str] | None:
     group = group_of(place.name)
-    models = _agreed.setdefault(group, WeakIdKeyDictionary())
+    if (owed := _owed.get()) is not None:
+        owed.silent.discard(place)
     digests = [wish.digest for wish in wishes]
-    frame, earlier = _frame()
-    if not earlier:  # its first compilation: what was before is another program's
-        for frames in list(models.values()):
-            frames.pop((frame, False), None)
-            frames.pop((frame, True), None)
-    known = models.setdefault(_first_weight.get(), {})
-    key = (frame, training)
-    if (spent := _spent()) and any(
-        frames.get((frame, grad)) for frames in models.values() for grad in (False, True)
-    ):
+    known, key = _known(group), (_frame()[0], training)
+    if not wishes:
+        if key not in known:
+            known[key] = None
+            tell_all(group, _said(wishes, options, training))
+        return None
+    if (spent := _spent()) and group in _promised():
         raise AgreementError(
             f"the other ranks would wait for expert-parallel layers of this one: {spent}. {DYNAMIC}"
         )
@@ -172,12 +259,36 @@ def _agree(place: Place, wishes: list[Wish], options: Options, training: bool) -
                 f"compiled anew for other sizes, the expert-parallel layers of a frame aren't those that all ranks "
                 f"fused before ({odd}). {DYNAMIC}"
             )
+        _promise(group)
         return None
     known[key] = None
     refusal = _asked(group, place, wishes, options, training, known)
     if refusal is None:
         known[key] = digests
+        _promise(group)
     return refusal
+
+
+def _promise(group: Any) -> None:
+    if (owed := _owed.get()) is not None:
+        owed.promised.append(group)
+
+
+def _known(group: Any) -> dict[Any, Any]:
+    """What was decided about this model's frames."""
+    models = _agreed.setdefault(group, WeakIdKeyDictionary())
+    frame, earlier = _frame()
+    if not earlier:  # its first compilation: what was before is another program's
+        for frames in list(models.values()):
+            frames.pop((frame, False), None)
+            frames.pop((frame, True), None)
+    known: dict[Any, Any] = models.setdefault(_first_weight.get(), {})
+    return known
+
+
+def _said(wishes: Sequence[Wish], options: Options, training: bool) -> dict[str, Any]:
+    layers = [[wish.layer, wish.digest, wish.reason] for wish in wishes]
+    return {"layers": layers, "mode": options.mode, "gradients": training}
 
 
 def _asked(
@@ -188,8 +299,7 @@ def _asked(
     known: of this model, by frame and whether gradients are wanted. Where ranks differ in that, the frame is not fused
     in either way: nobody would come to the second question.
     """
-    mine = [[wish.layer, wish.digest, wish.reason] for wish in wishes]
-    said = {"layers": mine, "mode": options.mode, "gradients": training}
+    said = _said(wishes, options, training)
     if (own := next((wish for wish in wishes if wish.reason), None)) is not None:
         tell_all(group, said)
         return "ep_agreement", f"rank {place.rank} doesn't fuse {own.layer or '(root)'}: {own.reason}"
@@ -218,6 +328,7 @@ def _asked(
     except BusyError as error:
         raise AgreementError(str(error)) from error
     except CommError as error:
+        _unfused_both_ways(known)
         log.warning("no expert-parallel layer of this graph is fused: %s", error)
         return "ep_context", str(error)
     return None

@@ -259,3 +259,54 @@ def test_a_meeting_in_one_process() -> None:
     second.abandon("another")
     with pytest.raises(RendezvousError, match=r"^rank 0 gave up: no reason$"):
         second.exchange("b", None)
+
+
+def test_a_meeting_ends_alike_for_all_ranks() -> None:
+    """A rank that is too late where another one has concluded stays; after a rank gave up nobody concludes."""
+    store = dist.HashStore()
+    first, second = (Meeting(store, "m/1", rank, 2, timeout=0) for rank in range(2))
+    first.say("a", 1)
+    second.say("a", 2)
+    first.conclude()
+    assert not second.abandon("too late")
+    second.conclude()
+    assert second.exchange("a", 2) == [1, 2]
+
+    first, second = (Meeting(store, "m/2", rank, 2, timeout=0) for rank in range(2))
+    first.say("a", 1)
+    assert second.abandon("no time")
+    assert second.exchange("a", 2) == [1, 2]
+    for rank in (first, second):
+        with pytest.raises(RendezvousError, match=r"^rank 1 gave up: no time$"):
+            rank.conclude()
+
+
+def test_a_meeting_without_a_rank_that_has_ended() -> None:
+    """Not where it said its word before."""
+    store = dist.HashStore()
+    first, second, third = (Meeting(store, "m/3", rank, 3, 30, lambda rank: rank > 0) for rank in range(3))
+    second.say("a", None)
+    with pytest.raises(RendezvousError, match=r"^rank 2 failed: its process ended before its word \(a\)$"):
+        first.exchange("a", None)
+    with pytest.raises(RendezvousError, match="rank 2 failed: its process ended"):
+        first.exchange("b", None)
+    third.say("a", None)
+    with pytest.raises(RendezvousError, match="gave up: rank 2 failed: its process ended"):
+        second.conclude()
+
+
+class _Gone:
+    """A store whose process has ended."""
+
+    def set(self, *_: object) -> None:
+        raise RuntimeError("Connection reset by peer")
+
+    check = compare_set = set
+
+
+def test_a_meeting_whose_store_is_gone() -> None:
+    meeting = Meeting(_Gone(), "m/4", 0, 2, timeout=30)
+    for call in (lambda: meeting.exchange("a", 1), meeting.conclude, meeting.begin):
+        with pytest.raises(RendezvousError, match=r"store can't be reached, .* holds it\? Connection reset"):
+            call()
+    assert meeting.abandon("for whatever reason")
