@@ -105,5 +105,5 @@ def _library(call: Call) -> ctypes.CDLL | None:
     """The library for calls of the cpu target."""
     if getattr(call.kernel, "__func__", None) is not CpuTarget.run:
         return None
-    library = kernel.load()
+    library = kernel.load(call.operands.x.dtype)
     return None if isinstance(library, str) else library

@@ -1,6 +1,6 @@
 // Drives steps between ranks, threads of this process, with every window and tensor in a heap block of exactly its size,
-// so that a sanitizer sees each access that is out of bounds. Prints the number of steps, and fails where the ranks'
-// traffic doesn't add up.
+// so that a sanitizer sees each access that is out of bounds. In: the number of the library's dtype. Prints the number of
+// steps, and fails where the ranks' traffic doesn't add up.
 #include <cstdio>
 #include <cstdlib>
 #include <thread>
@@ -64,33 +64,33 @@ static int64_t rank_main(const Shape& s, int64_t rank, char* const* windows, con
     return moved;
 }
 
-int main() {
+int main(int, char** arguments) {
+    const int64_t type = std::atoi(arguments[1]);
     const Shape shapes[] = {{1, 3, 2, 33, 20, 37, 9, 1}, {2, 4, 3, 64, 16, 49, 30, 1}, {2, 1, 1, 1, 1, 1, 1, 2},
                             {3, 2, 4, 130, 40, 65, 200, 2}};
     int steps = 0;
-    for (const Shape& s : shapes)
-        for (int64_t type = 0; type < 3; type++) {
-            const int64_t size = type == FLOAT32 ? 4 : 2, slots = s.tokens * s.top_k;
-            const int64_t sizes[] = {s.world * (s.experts + 3) * 8, s.tokens * s.hidden * size, slots * 4, slots * 4,
-                                     slots * s.outputs * size};
-            int64_t offsets[5], end = 64;
-            for (int i = 0; i < 5; i++) offsets[i] = end, end += i < 4 ? (sizes[i] + 63) / 64 * 64 : sizes[i];
-            std::vector<Block*> blocks;
-            std::vector<char*> windows;
-            for (int64_t r = 0; r < s.world; r++) {
-                blocks.push_back(new Block(end));
-                windows.push_back(blocks.back()->data);
-            }
-            std::vector<int64_t> moved(s.world);
-            std::vector<std::thread> ranks;
-            for (int64_t r = 0; r < s.world; r++)
-                ranks.emplace_back([&, r] { moved[r] = rank_main(s, r, windows.data(), offsets, type); });
-            for (auto& each : ranks) each.join();
-            for (Block* block : blocks) delete block;
-            for (int64_t each : moved)
-                if (each < 0 || (s.world == 1 && each)) return 1;
-            steps += 12;
+    for (const Shape& s : shapes) {
+        const int64_t size = type == FLOAT32 ? 4 : 2, slots = s.tokens * s.top_k;
+        const int64_t sizes[] = {s.world * (s.experts + 3) * 8, s.tokens * s.hidden * size, slots * 4, slots * 4,
+                                 slots * s.outputs * size};
+        int64_t offsets[5], end = 64;
+        for (int i = 0; i < 5; i++) offsets[i] = end, end += i < 4 ? (sizes[i] + 63) / 64 * 64 : sizes[i];
+        std::vector<Block*> blocks;
+        std::vector<char*> windows;
+        for (int64_t r = 0; r < s.world; r++) {
+            blocks.push_back(new Block(end));
+            windows.push_back(blocks.back()->data);
         }
+        std::vector<int64_t> moved(s.world);
+        std::vector<std::thread> ranks;
+        for (int64_t r = 0; r < s.world; r++)
+            ranks.emplace_back([&, r] { moved[r] = rank_main(s, r, windows.data(), offsets, type); });
+        for (auto& each : ranks) each.join();
+        for (Block* block : blocks) delete block;
+        for (int64_t each : moved)
+            if (each < 0 || (s.world == 1 && each)) return 1;
+        steps += 12;
+    }
     moefuse_release_workspace();
     std::printf("%d steps\n", steps);
     return 0;

@@ -24,7 +24,8 @@ LAYOUTS = [
     )
 ]
 
-pytestmark = pytest.mark.skipif(isinstance(kernel.load(), str), reason=f"no C++ kernel: {kernel.load()}")
+KERNEL = kernel.load(torch.float32)
+pytestmark = pytest.mark.skipif(isinstance(KERNEL, str), reason=f"no C++ kernel: {KERNEL}")
 
 
 def alone(layer, tokens, **more) -> torch.Tensor:
@@ -115,9 +116,8 @@ def test_times_tell_what_was_done_in_which_order() -> None:
 
 
 def test_python_and_cpp_agree_about_the_structures() -> None:
-    library = kernel.load()
     capacity = spread(1).capacity(1, 4)
     x = torch.empty(capacity.sections["x"].shape)
     step = NativeStep(capacity, [x], Barrier([], 0, 1))
-    assert len(step._exchange) * 8 == library.moefuse_exchange_bytes()
-    assert library.moefuse_step_bytes() == 8 * 8
+    assert len(step._exchange) * 8 == KERNEL.moefuse_exchange_bytes()
+    assert KERNEL.moefuse_step_bytes() == 8 * 8

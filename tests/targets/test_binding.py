@@ -55,6 +55,19 @@ def test_the_second_call_skips_python(counted) -> None:
     assert torch.equal(first[1], again[1])
 
 
+def test_dtypes_take_turns_without_python(counted) -> None:
+    """Each has a kernel of its own."""
+    work = [made(dtype=dtype) for dtype in DTYPES]
+    with torch.no_grad():
+        want = [IN_PYTHON(*layer.args, **layer.kwargs, target="cpu")[0] for layer in work]
+        for layer in work * 2:
+            layer.call("cpu")
+        del counted[:]
+        got = [layer.call("cpu")[0] for layer in work * 2]
+    assert not counted
+    assert all(torch.equal(a, b) for a, b in zip(got, want * 2, strict=True))
+
+
 def test_weights_not_met_before_come_to_python_once(counted) -> None:
     """It asks for huge pages under them."""
     layer = made()

@@ -47,11 +47,15 @@ SHAPES = [
 
 
 @cache
-def library(name: str) -> ctypes.CDLL:
+def library(name: str, dtype: torch.dtype) -> ctypes.CDLL:
     (chosen,) = (each for each in (*isa.ISAS, EMULATED) if each.name == name)
-    loaded = kernel._open(chosen)
+    loaded = kernel._open(chosen, dtype)
     assert not isinstance(loaded, str), loaded
     return loaded
+
+
+def run(name: str, operands: Operands, options: Options) -> tuple[torch.Tensor, torch.Tensor]:
+    return kernel.run(library(name, operands.x.dtype), operands, options)
 
 
 def arguments(layer: Layer) -> tuple:
@@ -87,7 +91,7 @@ def test_as_exact_as_torch_operators(name, shape) -> None:
                     ids="wild",
                 )
                 args, want = arguments(layer), exact(layer)
-                error = (kernel.run(library(name), *args)[0].double() - want).norm()
+                error = (run(name, *args)[0].double() - want).norm()
                 torch_error = (torch_kernel.run(*args)[0].double() - want).norm()
                 # Roundings to the dtype are the same ones; float32 sums over k have their own order, which at one
                 # token is a matter of chance.
@@ -109,7 +113,7 @@ def test_row_norms_and_identity_experts_are_as_exact(name, norm, scale, position
             )  # fmt: skip
             layer.kwargs["product_dtype"] = dtype if rounds else None
             args, want = arguments(layer), exact(layer)
-            error = (kernel.run(library(name), *args)[0].double() - want).norm()
+            error = (run(name, *args)[0].double() - want).norm()
             torch_error = (torch_kernel.run(*args)[0].double() - want).norm()
             assert error <= 1.5 * torch_error, (dtype, rounds)
 
@@ -119,7 +123,7 @@ def test_row_norms_and_identity_experts_are_as_exact(name, norm, scale, position
 @given(layer=layers(DTYPES))
 def test_any_layer(name: str, layer: Layer) -> None:
     assume(not kernel.supports(Operands(*layer.args[1:]), Options(**layer.kwargs)))
-    y, nums = kernel.run(library(name), *arguments(layer))
+    y, nums = run(name, *arguments(layer))
     want, counts = layer.loop()
     assert nums.tolist() == counts
     dtypes = (layer.x.dtype, layer.kwargs["output_dtype"] or layer.x.dtype)
@@ -141,7 +145,7 @@ def test_activations_are_rounded_as_the_model_rounds_them(name, activation, acti
         activation_dtype=activation_dtype,
     )  # fmt: skip
     operands = Operands(g, torch.zeros(200, 1, dtype=torch.int32), torch.ones(200, 1), [w1], [w1[:, :1]])
-    got, _ = kernel.run(library(name), operands, options)
+    got, _ = run(name, operands, options)
     want, _ = torch_kernel.run(operands, options)
     # the last bit of exp decides now and then
     assert (got != want).float().mean() <= 0.02
@@ -160,7 +164,7 @@ def test_the_same_bits_for_any_number_of_threads(dtype, transposed, name) -> Non
     try:
         for threads in (1, 2, 7):
             torch.set_num_threads(threads)
-            results.append(kernel.run(library(name), *arguments(layer))[0])
+            results.append(run(name, *arguments(layer))[0])
     finally:
         torch.set_num_threads(before)
     assert results[0].abs().sum() > 0
@@ -169,12 +173,12 @@ def test_the_same_bits_for_any_number_of_threads(dtype, transposed, name) -> Non
 
 def test_several_python_threads_at_once() -> None:
     work = [make_layer(seed, tokens=20 + seed, hidden=64, inner=48, out=64) for seed in range(4)]
-    want = [kernel.run(library(ISAS[0]), *arguments(layer))[0] for layer in work]
+    want = [run(ISAS[0], *arguments(layer))[0] for layer in work]
     same = [True] * len(work)
 
     def repeat(i: int) -> None:
         for _ in range(30):
-            same[i] &= torch.equal(kernel.run(library(ISAS[0]), *arguments(work[i]))[0], want[i])
+            same[i] &= torch.equal(run(ISAS[0], *arguments(work[i]))[0], want[i])
 
     workers = [threading.Thread(target=repeat, args=(i,)) for i in range(len(work))]
     for worker in workers:
@@ -263,7 +267,7 @@ def test_workspace_is_kept_and_given_back() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_one_openmp_runtime() -> None:
-    library(ISAS[0])
+    library(ISAS[0], torch.float32)
     maps = Path("/proc/self/maps").read_text()
     assert len(set(re.findall(r"\S*/lib(?:g|i)?omp\S*\.so\S*", maps))) == 1
 
@@ -301,17 +305,19 @@ def test_tiles_need_the_systems_permission(monkeypatch, allowed) -> None:
 @pytest.mark.skipif(build.find_compiler() is None or platform.machine() != "x86_64", reason="no x86 compiler")
 def test_the_real_tile_instructions_are_in_the_amx_build(tmp_path) -> None:
     """They can't run everywhere; that they are compiled can be seen everywhere."""
-    path = tmp_path / "kernel.s"
-    command = [build.find_compiler(), *build.FLAGS, *isa.AMX_FLAGS, "-DMOEFUSE_TYPE=bf16", "-S"]
-    subprocess.run([*command, str(build.SOURCES / "run.cpp"), "-o", str(path)], check=True, timeout=200)
-    text = path.read_text()
+    text = ""
+    for unit in ("run", "gemm"):
+        path = tmp_path / f"{unit}.s"
+        command = [build.find_compiler(), *build.FLAGS, *isa.AMX_FLAGS, "-DMOEFUSE_TYPE=bf16", "-S"]
+        subprocess.run([*command, str(build.SOURCES / f"{unit}.cpp"), "-o", str(path)], check=True, timeout=200)
+        text += path.read_text()
     for instruction in ("ldtilecfg", "tileloadd", "tdpbf16ps", "tilestored", "tilerelease"):
         assert instruction in text
 
 
 def test_switched_off_it_runs_in_torch_operators(monkeypatch) -> None:
     monkeypatch.setenv(isa.VARIABLE, isa.OFF)
-    assert kernel.load() == "MOEFUSE_CPU_ISA=none"
+    assert kernel.load(torch.float32) == "MOEFUSE_CPU_ISA=none"
     layer = make_layer(1)
     torch.testing.assert_close(layer.call("cpu")[0].double(), layer.loop()[0], rtol=1e-5, atol=1e-5)
 
@@ -343,29 +349,51 @@ def test_without_a_working_compiler_it_warns_once_and_runs(monkeypatch, tmp_path
     torch.testing.assert_close(y.double(), layer.loop()[0], rtol=1e-5, atol=1e-5)
 
 
+def test_only_the_dtype_that_a_layer_has_is_built(monkeypatch, tmp_path) -> None:
+    built = []
+
+    def fail(*_: object) -> None:
+        built.append(_[-1])
+        raise build.BuildError("not now")
+
+    monkeypatch.setattr(build, "compile_into", fail)
+    monkeypatch.setenv(build.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(kernel, "_loaded", {})
+    layer = make_layer(1, dtype=torch.float16)
+    BINDING.enable(False)
+    try:
+        with pytest.warns(UserWarning, match="not now"):
+            layer.call("cpu")
+    finally:
+        BINDING.enable(True)
+    assert built == [torch.float16]
+
+
 def test_a_built_kernel_is_found_again(monkeypatch, tmp_path, capfd) -> None:
     """Another process, the same sources: no compiler runs."""
-    library(ISAS[0])
+    library(ISAS[0], torch.bfloat16)
     monkeypatch.setattr(build, "_build", lambda *_: pytest.fail("built again"))
-    assert build.library(isa.available()[0])
+    assert build.library(isa.available()[0], torch.bfloat16)
     assert "building" not in capfd.readouterr().err
 
 
 @pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
-def test_sanitizers_find_nothing(tmp_path) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sanitizers_find_nothing(tmp_path, dtype) -> None:
     """Address and undefined behaviour, the best instruction set, every tensor in a block of its size."""
     compiler, flags = build.find_compiler(), isa.available()[0].flags
     sanitize = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1")
-    build.compile_into(tmp_path / "kernel.so", compiler, (*build.FLAGS, *flags, *sanitize))
+    build.compile_into(tmp_path / "kernel.so", compiler, (*build.FLAGS, *flags, *sanitize), dtype)
     objects = [str(path) for path in sorted(tmp_path.glob("*.o"))]
     here = Path(__file__).parent
     for source, said in (
-        (here / "drive.cpp", "288 layers\n"),
-        (here.parent / "comm/drive_exchange.cpp", "144 steps\n"),
+        (here / "drive.cpp", "96 layers\n"),
+        (here.parent / "comm/drive_exchange.cpp", "48 steps\n"),
     ):
         driver = tmp_path / source.stem
         command = [compiler, "-std=c++17", *flags, *sanitize, "-w", str(source), "-fopenmp", "-pthread"]
         subprocess.run([*command, *objects, "-o", str(driver)], check=True, timeout=200)
-        done = subprocess.run([driver], capture_output=True, text=True, check=False, timeout=100)
+        call = [driver, str(kernel.DTYPES.index(dtype))]
+        done = subprocess.run(call, capture_output=True, text=True, check=False, timeout=100)
         assert done.returncode == 0, done.stderr[-3000:]
         assert done.stdout == said

@@ -57,7 +57,7 @@ def run(text: str, dtype: torch.dtype, inside: torch.dtype | None, name: str, g=
     operands = Operands(x, ids, weights, [w1], [w2])
     assert kernel.supports(operands, options) == ""
     (chosen,) = (each for each in isa.ISAS if each.name == name)
-    library = kernel._open(chosen)
+    library = kernel._open(chosen, dtype)
     return kernel.run(library, operands, options)[0], torch_kernel.run(operands, options)[0]
 
 

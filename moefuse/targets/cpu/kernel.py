@@ -38,7 +38,7 @@ _DTYPE = {dtype: i for i, dtype in enumerate(DTYPES)}
 _GATE_UP = {name: i for i, name in enumerate(GATE_UPS)}
 _POSITION = {name: i for i, name in enumerate(POSITIONS)}
 _ROW_NORM = {"none": 0} | {name: i for i, name in enumerate(ROW_NORMS)}
-_COMPUTED = frozenset(DTYPES[:3])
+_COMPUTED = frozenset(build.TYPES)
 # The options that the kernel follows. Any other must have its default value: one that is added to the operator
 # later is not skipped over, the call goes to torch operators.
 _READ = frozenset(
@@ -54,25 +54,29 @@ _ABSENT = (0, 0, 0, 0, 0)
 _MOST_SLOTS = 2**31 - 1
 
 _lock = threading.Lock()
-_loaded: dict[str, ctypes.CDLL | str] = {}
+_loaded: dict[tuple[isa.Isa, torch.dtype], ctypes.CDLL | str] = {}
 
 
-def load() -> ctypes.CDLL | str:
-    """The library for this process's instruction set, built if need be; the reason as text where there is none."""
+def load(dtype: torch.dtype) -> ctypes.CDLL | str:
+    """The library for layers of `dtype` and this process's instruction set, built if need be; or why there is none."""
     chosen = isa.chosen()
-    name = isa.OFF if chosen is None else chosen.name
-    found = _loaded.get(name)
+    if chosen is None:
+        return f"{isa.VARIABLE}={isa.OFF}"
+    if dtype not in _COMPUTED:
+        return f"{dtype} is computed by torch operators"
+    key = chosen, dtype
+    found = _loaded.get(key)
     if found is not None:
         return found
     with _lock:
-        if name not in _loaded:
-            _loaded[name] = f"{isa.VARIABLE}={isa.OFF}" if chosen is None else _open(chosen)
-        return _loaded[name]
+        if key not in _loaded:
+            _loaded[key] = _open(chosen, dtype)
+        return _loaded[key]
 
 
-def _open(chosen: isa.Isa) -> ctypes.CDLL | str:
+def _open(chosen: isa.Isa, dtype: torch.dtype) -> ctypes.CDLL | str:
     try:
-        library = build.library(chosen)
+        library = build.library(chosen, dtype)
     except build.BuildError as error:
         warnings.warn(f"moefuse: the cpu target runs in torch operators, slower: {error}", stacklevel=2)
         return str(error)
@@ -212,16 +216,18 @@ def pack(operands: Operands, options: Options) -> Packed:
 
 
 def workspace_bytes() -> int:
-    """Bytes that the kernel keeps for the rows between the GEMMs, all concurrent calls together."""
-    library = load()
-    return 0 if isinstance(library, str) else int(library.moefuse_workspace_bytes())
+    """Bytes that the kernel keeps for the rows between the GEMMs, all dtypes and concurrent calls together."""
+    return sum(int(library.moefuse_workspace_bytes()) for library in _libraries())
 
 
 def release_workspace() -> None:
     """Give that memory back; the next call takes it anew."""
-    library = load()
-    if not isinstance(library, str):
+    for library in _libraries():
         library.moefuse_release_workspace()
+
+
+def _libraries() -> list[ctypes.CDLL]:
+    return [library for library in list(_loaded.values()) if not isinstance(library, str)]
 
 
 def _strides(weight: Tensor, transposed: bool) -> tuple[int, int]:

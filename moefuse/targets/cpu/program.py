@@ -74,7 +74,6 @@ extern "C" void moefuse_activation(const float* gate, const float* up, float* ou
     }}
 }}
 """
-_TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 class NoFormError(ValueError):
@@ -112,7 +111,7 @@ def source(program: str, dtype: torch.dtype, inside: torch.dtype) -> str:
     result = writer.value(ast.parse(program.strip(), mode="eval").body)
     if result.dtype not in (dtype, torch.float32):
         raise NoFormError(f"activation_program: a result of {result.dtype} has no C++ form")
-    return _SOURCE.format(dtype=_TYPES[dtype], body="\n".join(writer.lines), result=result.text)
+    return _SOURCE.format(dtype=build.TYPES[dtype], body="\n".join(writer.lines), result=result.text)
 
 
 class _Writer:

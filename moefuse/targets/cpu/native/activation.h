@@ -79,12 +79,14 @@ static inline f32v gelu_tanh_of(f32v g) {
 
 static inline f32v clamp(f32v value, float limit) { return at_least(at_most(value, limit), -limit); }
 
-// n values, rounded up to whole vectors: g, u and out have room for them. The GEMM's result counts as a D; with EACH
-// step the result of every operator is rounded to D, as a model has it that doesn't cast up for its activation.
-template <class D, bool EACH>
-static void activate_in(int64_t kind, const double* params, const float* gate, const float* up, float* out, int n) {
+// n values, rounded up to whole vectors: g, u and out have room for them. The GEMM's result counts as a D; with `steps`
+// the result of every operator is rounded to D, as a model has it that doesn't cast up for its activation.
+template <class D>
+static void activate(int64_t kind, const double* params, bool steps, const float* gate, const float* up, float* out,
+                     int n) {
     const float a = float(params[0]), b = float(params[1]), c = float(params[2]);
-    const auto r = [](f32v value) { return EACH ? rounded<D>(value) : value; };
+    const i32v rounds = i32v{} - int32_t(steps);  // chosen by lane: a second copy of all this takes as long to build
+    const auto r = [=](f32v value) { return select(rounds, rounded<D>(value), value); };
     const float limit = r(splat(a))[0];  // clamping gives a D
     const auto quick = [=](f32v g) { return g * r(sigmoid_of(r(1.702f * g))); };
     const auto each = [&](auto&& function) {
@@ -122,13 +124,6 @@ static void activate_in(int64_t kind, const double* params, const float* gate, c
         case TANH: return each([](f32v g, f32v) { return tanh_of(g); });
         default: return each([](f32v g, f32v) { return g; });
     }
-}
-
-template <class D>
-static void activate(int64_t kind, const double* params, bool each, const float* gate, const float* up, float* out,
-                     int n) {
-    if (each && sizeof(D) < sizeof(float)) return activate_in<D, true>(kind, params, gate, up, out, n);
-    activate_in<D, false>(kind, params, gate, up, out, n);
 }
 
 }  // namespace moefuse

@@ -27,19 +27,22 @@ using torch::jit::Stack;
 
 // Of the schema; tests compare it with the operator's.
 constexpr size_t ARGUMENTS = 25, TENSORS = 9;
-enum Argument : size_t { CONTEXT, X, IDS, WEIGHTS, WEIGHT1, WEIGHT2, BIAS1, BIAS2, ROW_SCALE, EXPERTS, RANKS, TRANSPOSED1, TRANSPOSED2 };
+enum Argument : size_t {
+    CONTEXT, X, IDS, WEIGHTS, WEIGHT1, WEIGHT2, BIAS1, BIAS2, ROW_SCALE, EXPERTS, RANKS, TRANSPOSED1, TRANSPOSED2
+};
 
 constexpr int64_t MOST_DENSE_TOKENS = 64;  // of one bfloat16 expert; targets/cpu/__init__.py says why
 
 struct Kernel {
-    int (*run)(const Layer*);
-    const Layer* (*last)(int64_t* calls);  // of this thread
+    int (*run)(const Layer*) = nullptr;
+    const Layer* (*last)(int64_t* calls) = nullptr;  // of this thread
 };
 
 struct Accepted {
     std::vector<IValue> constants;
     c10::ScalarType type;
     Layer layer;  // what follows from the constants; the rest is filled in per call
+    Kernel kernel;
 };
 
 std::mutex mutex;  // of what follows
@@ -47,8 +50,8 @@ std::vector<std::shared_ptr<const Accepted>> accepted;
 std::set<std::pair<const void*, const void*>> seen;  // weights that Python has met: it asks for huge pages under them
 constexpr size_t MOST_ACCEPTED = 256, MOST_SEEN = 1 << 16;
 std::atomic<bool> enabled{false};
-Kernel kernel;
-std::string isa;  // MOEFUSE_CPU_ISA that `kernel` was chosen by
+Kernel kernels[moefuse::FLOAT64];  // one for each dtype that has one
+std::string isa;                   // MOEFUSE_CPU_ISA that they were chosen by
 
 bool same(const IValue& a, const IValue& b) {
     if (a.isInt()) return b.isInt() && a.toInt() == b.toInt();
@@ -98,6 +101,14 @@ int64_t code_of(c10::ScalarType type) {
         case c10::kDouble: return moefuse::FLOAT64;
         default: return -1;
     }
+}
+
+// One that can't run where there is none.
+Kernel kernel_of(c10::ScalarType type) {
+    const int64_t code = code_of(type);
+    if (code < 0 || code >= moefuse::FLOAT64) return {};
+    const std::lock_guard<std::mutex> lock(mutex);
+    return kernels[code];
 }
 
 // Tensors of one role: `parts` stacked ones of `dim` dimensions, or one of dim - 1 for each part and expert.
@@ -163,14 +174,14 @@ bool biases(const IValue& list, Role& role, c10::ScalarType type, int64_t parts,
 bool for_this_target(const IValue* a) { return a[ARGUMENTS - 1].isString() && a[ARGUMENTS - 1].toStringRef() == "cpu"; }
 
 // The call as a Layer, but for its results. False: Python has to see it.
-bool describe(const IValue* a, Roles& roles, Layer& layer) {
+bool describe(const IValue* a, Roles& roles, Layer& layer, Kernel& kernel) {
     if (!for_this_target(a)) return false;
     const TensorImpl *x = plain(a[X]), *ids = plain(a[IDS]), *weights = plain(a[WEIGHTS]);
     if (!x || !ids || !weights || !a[CONTEXT].isNone() || !a[ROW_SCALE].isNone()) return false;
     const auto type = type_of(x), id_type = type_of(ids);
     const auto known = find(a, type);
     if (!known) return false;
-    layer = known->layer;
+    layer = known->layer, kernel = known->kernel;
     layer.row_scale = nullptr, layer.remote = nullptr;
     const int64_t experts = a[EXPERTS].toInt();
     if (experts == 1 && type == c10::kBFloat16 && x->dim() == 2 && x->size(0) > MOST_DENSE_TOKENS) return false;
@@ -220,7 +231,8 @@ bool fast(Stack* stack) {
     if (!active()) return false;
     thread_local Roles roles;  // keeps its memory from call to call
     Layer layer;
-    if (!describe(&torch::jit::peek(*stack, 0, ARGUMENTS), roles, layer)) return false;
+    Kernel kernel;
+    if (!describe(&torch::jit::peek(*stack, 0, ARGUMENTS), roles, layer, kernel)) return false;
     at::Tensor y = at::detail::empty_cpu({layer.tokens, layer.outputs}, out_type(layer.out_type));
     at::Tensor nums = at::detail::empty_cpu({layer.experts}, c10::kInt);
     layer.y = y.mutable_data_ptr(), layer.nums = nums.mutable_data_ptr<int32_t>();
@@ -240,14 +252,18 @@ const void* end_of(const IValue& list, bool last) {
 // The call in Python. If it ended in the kernel, its constants and weights are known from now on.
 void slow(c10::DispatchKeySet keys, Stack* stack, bool learn) {
     static const auto in_python = c10::Dispatcher::singleton().findSchemaOrThrow("moefuse::mega_moe_in_python", "");
-    if (!learn || !active() || !for_this_target(&torch::jit::peek(*stack, 0, ARGUMENTS))) return in_python.redispatchBoxed(keys, stack);
+    if (!learn || !active() || !for_this_target(&torch::jit::peek(*stack, 0, ARGUMENTS)))
+        return in_python.redispatchBoxed(keys, stack);
     const std::vector<IValue> arguments(stack->end() - ARGUMENTS, stack->end());
+    const TensorImpl* x = plain(arguments[X]);
+    const Kernel kernel = x ? kernel_of(type_of(x)) : Kernel{};
+    if (!kernel.run) return in_python.redispatchBoxed(keys, stack);
     int64_t before, after;
     kernel.last(&before);
     in_python.redispatchBoxed(keys, stack);
     const Layer* layer = kernel.last(&after);
     if (after != before + 1 || !active() || !plain(arguments[X])) return;
-    const TensorImpl* x = plain(arguments[X]);
+    x = plain(arguments[X]);
     if (layer->type != code_of(type_of(x)) || layer->tokens != x->size(0) || layer->remote) return;
     const bool known = find(arguments.data(), type_of(x)) != nullptr;
     const std::lock_guard<std::mutex> lock(mutex);
@@ -257,7 +273,7 @@ void slow(c10::DispatchKeySet keys, Stack* stack, bool learn) {
     if (known) return;
     if (accepted.size() >= MOST_ACCEPTED) accepted.clear();
     accepted.push_back(std::make_shared<Accepted>(
-        Accepted{{arguments.begin() + TENSORS, arguments.end()}, type_of(x), *layer}));
+        Accepted{{arguments.begin() + TENSORS, arguments.end()}, type_of(x), *layer, kernel}));
 }
 
 bool is_plain(c10::DispatchKeySet keys) {
@@ -303,13 +319,17 @@ TORCH_LIBRARY_IMPL(moefuse, CPU, m) {
 
 #define MOEFUSE_EXPORT extern "C" __attribute__((visibility("default")))
 
-// `name`: the value of MOEFUSE_CPU_ISA ("": unset) by which the kernel with these functions was chosen.
-MOEFUSE_EXPORT void moefuse_bind(int (*run)(const Layer*), const Layer* (*last)(int64_t*), const char* name) {
+// `type`: which dtype's kernel these functions are. `name`: the value of MOEFUSE_CPU_ISA ("": unset) by which it was chosen;
+// those of another value are forgotten.
+MOEFUSE_EXPORT void moefuse_bind(int64_t type, int (*run)(const Layer*), const Layer* (*last)(int64_t*),
+                                 const char* name) {
     enabled.store(false, std::memory_order_release);
     const std::lock_guard<std::mutex> lock(mutex);
     accepted.clear(), seen.clear();
-    kernel = {run, last}, isa = name;
+    if (isa != name)
+        for (Kernel& kernel : kernels) kernel = {};
+    kernels[type] = {run, last}, isa = name;
 }
 // 0: every call goes through Python.
-MOEFUSE_EXPORT void moefuse_enable(int on) { enabled.store(on && kernel.run, std::memory_order_release); }
+MOEFUSE_EXPORT void moefuse_enable(int on) { enabled.store(on, std::memory_order_release); }
 MOEFUSE_EXPORT int64_t moefuse_arguments() { return ARGUMENTS; }

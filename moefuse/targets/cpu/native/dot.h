@@ -10,6 +10,7 @@
 
 namespace moefuse {
 
+constexpr int DOT_WIDTH = 48;  // output features at a time
 constexpr int ROWS = 4;
 #if defined(MOEFUSE_ISA_AVX512)
 constexpr int TOKENS = 6;  // 24 sums, 4 weights and a token value in 32 registers
@@ -108,7 +109,7 @@ __attribute__((noinline)) static void tall_tile(const D* w, ptrdiff_t ldw, const
 template <class D, int R, int T>
 static inline void dot_tokens(int tokens, const D* w, ptrdiff_t ldw, const typename Mac<D>::X* x, ptrdiff_t ldx, int k,
                               float* c, ptrdiff_t ldc, const D* later, int rows) {
-    if constexpr (T > 1) {
+    if constexpr (T > (R > ROWS ? 2 : 1)) {  // tall tiles are for more than TOKENS tokens: two or three in each group
         if (tokens < T) return dot_tokens<D, R, T - 1>(tokens, w, ldw, x, ldx, k, c, ldc, later, rows);
     }
     if constexpr (R > ROWS)
@@ -144,7 +145,7 @@ static void dot_panel(const D* w, ptrdiff_t ldw, int n, const typename Mac<D>::X
     if (t > TOKENS) row = dot_strips<D, 2 * ROWS, 3>(row, w, ldw, n, x, ldx, t, k, c, ldc, next);
 #endif
     row = dot_strips<D, ROWS, TOKENS>(row, w, ldw, n, x, ldx, t, k, c, ldc, next);
-    dot_strips<D, 1, TOKENS>(row, w, ldw, n, x, ldx, t, k, c, ldc, next);
+    dot_strips<D, 1, 2>(row, w, ldw, n, x, ldx, t, k, c, ldc, next);
 }
 
 }  // namespace moefuse

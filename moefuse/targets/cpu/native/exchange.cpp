@@ -71,7 +71,7 @@ static f32v sum_slots(const Layer& layer, const D* rows, const float* weights, c
     return sum;
 }
 
-template <class D, class Out>
+template <class D>
 static void sum_planes(const Layer& layer, int64_t experts, const D* planes) {
     const int64_t outputs = layer.outputs, top_k = layer.top_k;
     const bool weighs = layer.position == OUTPUT;
@@ -89,14 +89,9 @@ static void sum_planes(const Layer& layer, int64_t experts, const D* planes) {
                 if (weighs) weights[j] = scalar(layer.topk_weights, slot, layer.weights_type);
             }
             const D* rows = planes + token * top_k * outputs;
-            Out* y = static_cast<Out*>(layer.y) + token * outputs;
             for (int64_t n = 0; n < outputs; n += LANES) {
-                const int left = int(std::min<int64_t>(LANES, outputs - n));
                 const f32v value = sum(layer, rows, weights.data(), choices.data(), token * top_k, n);
-                if (left == LANES)
-                    store(y + n, value);
-                else
-                    store_some(y + n, value, left);
+                store(layer.y, token * outputs + n, layer.out_type, value, int(outputs - n));
             }
         }
     }
@@ -239,30 +234,11 @@ class Stepping {
         layer.tokens = int64_t(ids.size()), layer.top_k = 1, layer.experts = ex_.experts, layer.identities = 0;
         if (layer.position == OUTPUT) layer.round_products = 0;  // weighed at home
         layer.remote = &remote;
-        switch (layer.type) {
-            case FLOAT32: run<float>(layer); break;
-            case BFLOAT16: run<bf16>(layer); break;
-            default: run<f16>(layer);
-        }
+        run(layer);
         step_.pulled = remote.pulled;
     }
 
-    void combine() const {
-        switch (layer_.type) {
-            case FLOAT32: return combine_as<float>();
-            case BFLOAT16: return combine_as<bf16>();
-            default: return combine_as<f16>();
-        }
-    }
-    template <class D>
-    void combine_as() const {
-        const D* planes = in<D>(ex_.rank, ex_.planes);
-        switch (layer_.out_type) {
-            case FLOAT32: return sum_planes<D, float>(layer_, all_experts(), planes);
-            case BFLOAT16: return sum_planes<D, bf16>(layer_, all_experts(), planes);
-            default: return sum_planes<D, f16>(layer_, all_experts(), planes);
-        }
-    }
+    void combine() const { sum_planes(layer_, all_experts(), in<MOEFUSE_TYPE>(ex_.rank, ex_.planes)); }
 
     int64_t now() const { return step_.trace ? Trace::now() : 0; }
     void record(Work kind, int64_t begin) const {

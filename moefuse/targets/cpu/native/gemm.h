@@ -11,8 +11,6 @@
 
 namespace moefuse {
 
-constexpr int DOT_WIDTH = 48;              // output features per block where k is contiguous
-constexpr int OUTER_WIDTH = SUMS * LANES;  // and where n is: the widest tile
 constexpr int OUTER_K = 128;               // rows of these at a time: they and the ones to come stay in the L2 cache
 constexpr int BLOCK_TOKENS = 48;           // token rows that stay in the L2 cache beside the weights
 constexpr int BLOCK_BYTES = 4096;          // of k: one group of token rows and four of weights fit the L1 cache
@@ -45,26 +43,28 @@ struct Tokens {
     X* packed;  // `stride` values per token
     int count, in_blocks;
     float* turned;  // [DOT_WIDTH][TURNED_STRIDE], sums of packed tokens
-
-    // Packs as many rows as packed_tokens() says, for weights whose k is contiguous; those beyond `count` in the last
-    // block are zeroed.
-    void pack_rows(int64_t k, bool dots) {
-        in_blocks = 0;
-        if constexpr (PACKS<D>) {
-            if (!dots) return;
-            in_blocks = packed_tokens<D>(count);
-            for (int i = count; i < in_blocks; i++)
-                std::memset(static_cast<void*>(rows + i * stride), 0, stride * sizeof(X));
-            const int64_t padded = round_up(k, 32);
-            int i = 0;
-            for (; i + WIDE <= in_blocks; i += WIDE) pack<2>(rows + i * stride, stride, padded, packed + i * stride);
-            if (i < in_blocks) pack<1>(rows + i * stride, stride, padded, packed + i * stride);
-        }
-    }
 };
 
 constexpr int TURNED = 6 * WIDE;  // tokens per block of sums with tokens in the lanes
 constexpr int TURNED_STRIDE = TURNED + LANES;
+
+// Packs as many rows as packed_tokens() says, for weights whose k is contiguous; those beyond `count` in the last block
+// are zeroed.
+template <class D>
+void pack_rows(Tokens<D>& tokens, int64_t k) {
+    if constexpr (PACKS<D>) {
+        using X = typename Mac<D>::X;
+        const ptrdiff_t stride = tokens.stride;
+        tokens.in_blocks = packed_tokens<D>(tokens.count);
+        for (int i = tokens.count; i < tokens.in_blocks; i++)
+            std::memset(static_cast<void*>(tokens.rows + i * stride), 0, stride * sizeof(X));
+        const int64_t padded = round_up(k, 32);
+        int i = 0;
+        for (; i + WIDE <= tokens.in_blocks; i += WIDE)
+            pack<2>(tokens.rows + i * stride, stride, padded, tokens.packed + i * stride);
+        if (i < tokens.in_blocks) pack<1>(tokens.rows + i * stride, stride, padded, tokens.packed + i * stride);
+    }
+}
 
 // c [t][ldc], columns 0..n-1 = bias, or zero.
 template <class D>
@@ -142,8 +142,8 @@ static void multiply_columns(const View<D>& view, int n, const Tokens<D>& tokens
 // c [count][ldc], columns 0..n-1 = bias + token rows times the view's first n features. `next` is read afterwards.
 // c has room for whole blocks of tokens and whole vectors of columns.
 template <class D>
-static void multiply(const View<D>& view, int n, const Tokens<D>& tokens, int64_t k, float* c, ptrdiff_t ldc,
-                     const D* next) {
+void multiply(const View<D>& view, int n, const Tokens<D>& tokens, int64_t k, float* c, ptrdiff_t ldc,
+              const D* next) {
     view.dots() ? multiply_rows(view, n, tokens, k, c, ldc, next) : multiply_columns(view, n, tokens, k, c, ldc, next);
 }
 

@@ -76,14 +76,7 @@ inline f32v identity(const Layer& layer, int64_t slot, int64_t n) {
     return layer.position != OUTPUT || layer.round_products ? rounded<D>(product) : product;
 }
 
-// Computes the layer. Throws std::bad_alloc.
-template <class D>
+// Computes a layer of the library's dtype. Throws std::bad_alloc.
 void run(const Layer& layer);
-template <>
-void run<float>(const Layer& layer);
-template <>
-void run<bf16>(const Layer& layer);
-template <>
-void run<f16>(const Layer& layer);
 
 }  // namespace moefuse

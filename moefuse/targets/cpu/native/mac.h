@@ -8,6 +8,29 @@
 
 namespace moefuse {
 
+// A place in each of N rows, which move along together. One pointer for three rows: what the compiler chooses, an
+// offset for each row, needs more registers than there are.
+template <class X, int N>
+class Rows {
+   public:
+    Rows(const X* first, ptrdiff_t stride) : stride_(stride) {
+#pragma GCC unroll 16
+        for (int i = 0; i < N; i += 3) {
+            at_[i / 3] = first + i * stride;
+            asm("" : "+r"(at_[i / 3]));
+        }
+    }
+    const X* operator[](int i) const { return at_[i / 3] + i % 3 * stride_; }
+    void advance(int values) {
+#pragma GCC unroll 16
+        for (int i = 0; i < N; i += 3) at_[i / 3] += values;
+    }
+
+   private:
+    const X* at_[(N + 2) / 3];
+    const ptrdiff_t stride_;
+};
+
 template <class D>
 struct Mac {
     using X = float;

@@ -5,6 +5,7 @@
 // repeated over the lanes. bf16 dot products take two k at once: two rows of W are interleaved in registers.
 #pragma once
 
+#include <cstring>
 #include <type_traits>
 
 #include "ahead.h"
@@ -19,12 +20,13 @@ constexpr int MOST_TOKENS = 12;
 constexpr int SUMS = 12;
 constexpr int MOST_TOKENS = 6;
 #endif
-constexpr int LINES_AHEAD = 144;  // of 64 bytes
+constexpr int OUTER_WIDTH = SUMS * LANES;  // columns at a time: the widest tile
+constexpr int LINES_AHEAD = 144;           // of 64 bytes
 
-// Two vectors of columns out of the rows at w (and w + ldk where the type pairs k; a missing second row is zero).
+// Two vectors of columns, of which n exist, out of the rows at w (and w + ldk where the type pairs k).
 template <class D>
 struct Columns {
-    static inline void read(const D* w, ptrdiff_t, bool, int n, f32v* two) {
+    static inline void read(const D* w, ptrdiff_t, int n, f32v* two) {
         if (n >= 2 * LANES) {
             two[0] = load(w), two[1] = load(w + LANES);
             return;
@@ -38,10 +40,9 @@ struct Columns {
 #if defined(MOEFUSE_BF16_DOT)
 template <>
 struct Columns<bf16> {
-    static inline void read(const bf16* w, ptrdiff_t ldk, bool second, int n, __m512i* two) {
+    static inline void read(const bf16* w, ptrdiff_t ldk, int n, __m512i* two) {
         const __mmask32 mask = n >= 32 ? ~0u : (1u << n) - 1u;
-        const __m512i a = _mm512_maskz_loadu_epi16(mask, w);
-        const __m512i b = second ? _mm512_maskz_loadu_epi16(mask, w + ldk) : _mm512_setzero_si512();
+        const __m512i a = _mm512_maskz_loadu_epi16(mask, w), b = _mm512_maskz_loadu_epi16(mask, w + ldk);
         two[0] = _mm512_unpacklo_epi16(a, b), two[1] = _mm512_unpackhi_epi16(a, b);
     }
     // Interleaving works within 128 bits: four columns of the first vector, four of the second, and so on.
@@ -55,85 +56,82 @@ struct Columns<bf16> {
 };
 #endif
 
-// V vectors of columns, of which the first n columns exist; V is even. Asks for so many lines of 64 bytes with every
-// step; ALONE, for its own columns some rows further on. Not inlined: beside the loops around it the compiler runs out
-// of registers.
-template <class D, int T, int V, bool ALONE>
+// SHARED: other tiles read the same columns, too; with every step it asks for so many lines of what comes after.
+// ALONE: it asks for its own columns some rows further on. CUT: only its first n columns exist; it asks for nothing.
+enum Tile { SHARED, ALONE, CUT };
+
+// V vectors of columns over whole pairs of k; V is even. Not inlined: beside the loops around it the compiler runs out of
+// registers.
+template <class D, int T, int V, Tile KIND>
 __attribute__((noinline)) static RowsAhead<D> outer_tile(const D* w, ptrdiff_t ldk, const typename Mac<D>::X* x,
                                                          ptrdiff_t ldx, int k, float* c, ptrdiff_t ldc, int n,
                                                          RowsAhead<D> ahead, int lines) {
     using M = Mac<D>;
     constexpr int LINE = 64 / sizeof(D), ROW = V * LANES;
     f32v sums[T][V] = {};
-    const auto step = [&](int i, bool second, int columns) __attribute__((always_inline)) {
-        if constexpr (ALONE) {
+    Rows<typename M::X, T> tokens(x, ldx);
+    for (int i = 0; i < k; i += M::PAIR) {
+        if constexpr (KIND == ALONE) {
+#pragma GCC unroll 2
             for (int p = 0; p < M::PAIR; p++)
+#pragma GCC unroll 24
                 for (int column = 0; column < ROW; column += LINE)
                     __builtin_prefetch(w + (i + p + LINES_AHEAD * LINE / ROW) * ldk + column, 0, 3);
-        } else {
-            ahead.ask(lines);
         }
+        if constexpr (KIND == SHARED) ahead.ask(lines);
         typename M::Reg row[V];
 #pragma GCC unroll 16
         for (int v = 0; v < V; v += 2)
-            Columns<D>::read(w + i * ldk + v * LANES, ldk, second, columns - v * LANES, row + v);
+            Columns<D>::read(w + i * ldk + v * LANES, ldk, KIND == CUT ? n : ROW, row + v);
 #pragma GCC unroll 16
         for (int t = 0; t < T; t++) {
-            const typename M::Reg value = M::repeated(x + t * ldx + i);
+            const typename M::Reg value = M::repeated(tokens[t]);
 #pragma GCC unroll 24
             for (int v = 0; v < V; v++) sums[t][v] = M::add(sums[t][v], row[v], value);
         }
-    };
-    int i = 0;
-    if (V > 2 || n >= ROW) {  // only the narrowest tile is ever cut
-        for (; i + M::PAIR <= k; i += M::PAIR) step(i, true, ROW);
-        if (i < k) step(i, false, ROW);
-    } else {
-        for (; i + M::PAIR <= k; i += M::PAIR) step(i, true, n);
-        if (i < k) step(i, false, n);
+        tokens.advance(M::PAIR);
     }
 #pragma GCC unroll 16
     for (int t = 0; t < T; t++)
 #pragma GCC unroll 16
         for (int v = 0; v < V; v += 2) {
             Columns<D>::in_order(sums[t] + v);
+#pragma GCC unroll 2
             for (int j = v; j < v + 2; j++) store(c + t * ldc + j * LANES, load(c + t * ldc + j * LANES) + sums[t][j]);
         }
     return ahead;
 }
 
-// Groups of T tokens; as many columns as tiles of V vectors cover, the rest by narrower ones.
+// Groups of T tokens against whole vectors of columns; as many as tiles of V vectors cover, the rest by narrower ones.
 template <class D, int T, int V = SUMS / T / 2 * 2>
 static void outer_tokens(const D* w, ptrdiff_t ldk, int n, const typename Mac<D>::X* x, ptrdiff_t ldx, int groups, int k,
                          float* c, ptrdiff_t ldc, RowsAhead<D> ahead) {
     constexpr int LINES = V * LANES * Mac<D>::PAIR * int(sizeof(D)) / 64;  // of W per step
     int column = 0;
-    for (; column + V * LANES <= n || (V == 2 && column < n); column += V * LANES) {
+    for (; column + V * LANES <= n; column += V * LANES) {
         const D* columns = w + column;
         float* sums = c + column;
         if (groups == 1) {
-            outer_tile<D, T, V, true>(columns, ldk, x, ldx, k, sums, ldc, n - column, ahead, 0);
+            outer_tile<D, T, V, ALONE>(columns, ldk, x, ldx, k, sums, ldc, 0, ahead, 0);
             continue;
         }
         if constexpr (2 * T > MOST_TOKENS)  // several groups are large ones
             for (int g = 0; g < groups; g++)
-                ahead = outer_tile<D, T, V, false>(columns, ldk, x + g * T * ldx, ldx, k, sums + g * T * ldc, ldc,
-                                                   n - column, ahead, LINES * (g + 1) / groups - LINES * g / groups);
+                ahead = outer_tile<D, T, V, SHARED>(columns, ldk, x + g * T * ldx, ldx, k, sums + g * T * ldc, ldc, 0,
+                                                    ahead, LINES * (g + 1) / groups - LINES * g / groups);
     }
     if constexpr (V > 2)
         if (column < n)
             outer_tokens<D, T, V / 4 * 2>(w + column, ldk, n - column, x, ldx, groups, k, c + column, ldc, ahead);
 }
 
-// t rows of X over k values against n columns of W. x and c [..][ldc] have MOST_TOKENS - 1 rows and two vectors
-// of columns to spare: a group of tokens is filled up with rows that nobody reads. With several groups `next`, what will
-// be read afterwards, as many rows and columns, is fetched evenly over the steps, so that memory and arithmetic overlap.
+// As outer_panel, for whole vectors of columns and whole pairs of k.
 template <class D>
-static void outer_panel(const D* w, ptrdiff_t ldk, int n, const typename Mac<D>::X* x, ptrdiff_t ldx, int t, int k,
-                        float* c, ptrdiff_t ldc, const D* next) {
+static void outer_groups(const D* w, ptrdiff_t ldk, int n, const typename Mac<D>::X* x, ptrdiff_t ldx, int t, int k,
+                         float* c, ptrdiff_t ldc, RowsAhead<D> ahead) {
     const int groups = (t + MOST_TOKENS - 1) / MOST_TOKENS, group = (t + groups - 1) / groups;
     const auto tokens = [&](auto count) {
-        outer_tokens<D, decltype(count)::value>(w, ldk, n, x, ldx, groups, k, c, ldc, RowsAhead<D>(next, ldk, n));
+        outer_tokens<D, decltype(count)::value>(w, ldk, n, x, ldx, groups, k, c, ldc, ahead);
     };
     if (group <= 1) return tokens(std::integral_constant<int, 1>{});
     if (group <= 2) return tokens(std::integral_constant<int, 2>{});
@@ -144,6 +142,25 @@ static void outer_panel(const D* w, ptrdiff_t ldk, int n, const typename Mac<D>:
         if (group <= 10) return tokens(std::integral_constant<int, 10>{});
         return tokens(std::integral_constant<int, MOST_TOKENS>{});
     }
+}
+
+// t rows of X over k values against n columns of W, at most OUTER_WIDTH. x and c [..][ldc] have MOST_TOKENS - 1 rows and
+// two vectors of columns to spare: a group of tokens is filled up with rows that nobody reads. With several groups `next`,
+// what will be read afterwards, as many rows and columns, is fetched evenly over the steps, so that memory and arithmetic
+// overlap.
+template <class D>
+static void outer_panel(const D* w, ptrdiff_t ldk, int n, const typename Mac<D>::X* x, ptrdiff_t ldx, int t, int k,
+                        float* c, ptrdiff_t ldc, const D* next) {
+    constexpr int PAIR = Mac<D>::PAIR, CUT_TOKENS = 4;
+    const int paired = k / PAIR * PAIR, whole = n / (2 * LANES) * (2 * LANES);
+    if (whole) outer_groups<D>(w, ldk, whole, x, ldx, t, paired, c, ldc, RowsAhead<D>(next, ldk, n));
+    for (int i = 0; whole < n && i < t; i += CUT_TOKENS)
+        outer_tile<D, CUT_TOKENS, 2, CUT>(w + whole, ldk, x + i * ldx, ldx, paired, c + i * ldc + whole, ldc, n - whole,
+                                          RowsAhead<D>(next, 0, 0), 0);
+    if (paired == k) return;
+    D last[PAIR][OUTER_WIDTH] = {};  // a row without a partner gets one of zeros
+    std::memcpy(last, w + paired * ldk, n * sizeof(D));
+    outer_panel<D>(last[0], OUTER_WIDTH, n, x + paired, ldx, t, PAIR, c, ldc, next);
 }
 
 }  // namespace moefuse

@@ -75,37 +75,34 @@ static void pack(const X* rows, ptrdiff_t ldx, int64_t k, X* to) {
             transpose(from + v * LANES * stride + i, stride, block + (i * V + v) * LANES, V * LANES);
 }
 
-// R rows of W against a block of V vectors of tokens; sums [R][ldc] are added to. Asks for so many lines of weights
-// with every 64 bytes of k.
+// R rows of W against a block of V vectors of tokens over whole pairs of k; sums [R][ldc] are added to. Asks for so many
+// lines of weights with every 64 bytes of k.
 template <class D, int R, int V>
 static inline RowsAhead<D> packed_tile(const D* w, ptrdiff_t ldw, const D* x, int k, float* c, ptrdiff_t ldc,
                                        RowsAhead<D> ahead, int lines) {
     using M = Mac<D>;
     constexpr int LINE = 64 / sizeof(D);
     f32v sums[R][V] = {};
-    const auto step = [&](auto&& value) __attribute__((always_inline)) {
-        typename M::Reg tokens[V];
-        for (int v = 0; v < V; v++) tokens[v] = M::values(x + v * M::PAIR * LANES);
-#pragma GCC unroll 16
-        for (int r = 0; r < R; r++) {
-            const typename M::Reg weight = value(w + r * ldw);
-            for (int v = 0; v < V; v++) sums[r][v] = M::add(sums[r][v], tokens[v], weight);
-        }
-    };
-    const int whole = k / M::PAIR * M::PAIR;
-    for (int line = 0; line < whole; line += LINE) {
+    Rows<D, R> weights(w, ldw);
+    for (int line = 0; line < k; line += LINE) {
         ahead.ask(lines);
-        const D* end = x + (whole - line < LINE ? whole - line : LINE) * V * LANES;
-        for (; x < end; x += M::PAIR * V * LANES, w += M::PAIR)
-            step([](const D* p) __attribute__((always_inline)) { return M::repeated(p); });
+        const D* end = x + (k - line < LINE ? k - line : LINE) * V * LANES;
+        for (; x < end; x += M::PAIR * V * LANES) {
+            typename M::Reg tokens[V];
+#pragma GCC unroll 2
+            for (int v = 0; v < V; v++) tokens[v] = M::values(x + v * M::PAIR * LANES);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; r++) {
+                const typename M::Reg weight = M::repeated(weights[r]);
+#pragma GCC unroll 2
+                for (int v = 0; v < V; v++) sums[r][v] = M::add(sums[r][v], tokens[v], weight);
+            }
+            weights.advance(M::PAIR);
+        }
     }
-    if (whole < k)  // the last value of an odd k has no partner in memory
-        step([](const D* p) __attribute__((always_inline)) {
-            D pair[2] = {*p, D{}};
-            return M::repeated(pair);
-        });
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
         for (int v = 0; v < V; v++) {
             float* sum = c + r * ldc + v * LANES;
             store(sum, load(sum) + sums[r][v]);
@@ -113,28 +110,33 @@ static inline RowsAhead<D> packed_tile(const D* w, ptrdiff_t ldw, const D* x, in
     return ahead;
 }
 
-// n rows of W against t packed tokens (`stride` values each) from k0 on; c [n][ldc]. `next` is what will be read after
-// them: the strip to come is fetched evenly over the blocks of tokens.
+// n rows of W, at most DOT_WIDTH, against t packed tokens (`stride` values each) from k0 on; c [n][ldc]. `next` is what
+// will be read after them: the strip to come is fetched evenly over the blocks of tokens.
 template <class D>
 static void packed_vectors(const D* w, ptrdiff_t ldw, int n, const D* x, ptrdiff_t stride, int t, int64_t k0, int k,
                            float* c, ptrdiff_t ldc, const D* next) {
-    const int blocks = (t + WIDE - 1) / WIDE;
+    constexpr int PAIR = Mac<D>::PAIR;
+    const int blocks = (t + WIDE - 1) / WIDE, paired = k / PAIR * PAIR;
     const auto strip = [&](auto rows, int row) {
         constexpr int R = decltype(rows)::value;
-        RowsAhead<D> ahead(row + 2 * R <= n ? w + (row + R) * ldw : next, ldw, k);
+        RowsAhead<D> ahead(row + 2 * R <= n ? w + (row + R) * ldw : next, ldw, paired);
         for (int b = 0; b < blocks; b++) {
             const bool wide = t - b * WIDE >= WIDE;
             const D* block = x + b * WIDE * stride + k0 * (wide ? WIDE : LANES);
             float* sums = c + row * ldc + b * WIDE;
             const int lines = R * (b + 1) / blocks - R * b / blocks;
-            ahead = wide ? packed_tile<D, R, 2>(w + row * ldw, ldw, block, k, sums, ldc, ahead, lines)
-                         : packed_tile<D, R, 1>(w + row * ldw, ldw, block, k, sums, ldc, ahead, lines);
+            ahead = wide ? packed_tile<D, R, 2>(w + row * ldw, ldw, block, paired, sums, ldc, ahead, lines)
+                         : packed_tile<D, R, 1>(w + row * ldw, ldw, block, paired, sums, ldc, ahead, lines);
         }
     };
     int row = 0;
     for (; row + STRIP <= n; row += STRIP) strip(std::integral_constant<int, STRIP>{}, row);
     for (; row + 4 <= n; row += 4) strip(std::integral_constant<int, 4>{}, row);
     for (; row < n; row++) strip(std::integral_constant<int, 1>{}, row);
+    if (paired == k) return;
+    D last[DOT_WIDTH][PAIR] = {};  // values without a partner get one of zero
+    for (int i = 0; i < n; i++) last[i][0] = w[i * ldw + paired];
+    packed_vectors<D>(last[0], PAIR, n, x, stride, t, k0 + paired, PAIR, c, ldc, next);
 }
 
 // The same, in tiles as far as they go.

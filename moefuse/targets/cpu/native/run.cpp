@@ -1,4 +1,4 @@
-// One MoE layer on the CPU: the order of the work. Compiled once per dtype, -DMOEFUSE_TYPE=float, bf16 or f16.
+// One MoE layer on the CPU: the order of the work. One dtype per library, -DMOEFUSE_TYPE=float, bf16 or f16.
 //
 // In: a `Layer`. Out: y and the slots per expert. Slots are sorted by expert; the first GEMM and the activation give
 // hidden rows, the second GEMM gives expert rows (both in the layer's dtype), and each token's rows are summed in
@@ -17,6 +17,11 @@
 #include "workspace.h"
 
 namespace moefuse {
+
+// in gemm.cpp
+extern template void multiply(const View<MOEFUSE_TYPE>&, int, const Tokens<MOEFUSE_TYPE>&, int64_t, float*, ptrdiff_t,
+                              const MOEFUSE_TYPE*);
+extern template void pack_rows(Tokens<MOEFUSE_TYPE>&, int64_t);
 
 constexpr int64_t SPARE_ROWS = std::max(MOST_TOKENS, WIDE);  // what the GEMMs may touch beyond the token rows
 
@@ -60,11 +65,7 @@ class Run {
             if (layer_.remote) return;
 #pragma omp barrier
         }
-        switch (layer_.out_type) {
-            case FLOAT32: return combine<float>(thread, threads);
-            case BFLOAT16: return combine<bf16>(thread, threads);
-            default: return combine<f16>(thread, threads);
-        }
+        combine(thread, threads);
     }
 
    private:
@@ -160,7 +161,7 @@ class Run {
                 gather(tokens.rows + i * x_stride_, token(row + i), layer_.hidden,
                        layer_.position == INPUT ? &scale : nullptr);
             }
-            tokens.pack_rows(layer_.hidden, dots_[0]);
+            if (dots_[0]) pack_rows(tokens, layer_.hidden);
             for (int n = task.begin; n < task.end; n += width_[0]) {
                 const int own = std::min(width_[0], task.end - n), columns = joined() ? 2 * own : own;
                 for (int part = 0; part < parts; part++) {
@@ -202,7 +203,7 @@ class Run {
             Tokens<D> tokens = tokens_of(thread, t);
             const int64_t begin = now();
             for (int i = 0; i < t; i++) gather(tokens.rows + i * x_stride_, hidden(row + i), layer_.inner, nullptr);
-            tokens.pack_rows(layer_.inner, dots_[1]);
+            if (dots_[1]) pack_rows(tokens, layer_.inner);
             for (int n = task.begin; n < task.end; n += width_[1]) {
                 const int own = std::min(width_[1], task.end - n);
                 multiply(all.from(n), own, tokens, layer_.inner, sums_of(thread, 0), sums_stride_,
@@ -238,10 +239,7 @@ class Run {
         for (int i = 0; i < n; i += LANES) {
             f32v value = load(from + i);
             if (scales) value = rounded<D>(value) * scale;
-            if (i + LANES <= n)
-                store(to + i, value);
-            else
-                store_some(to + i, value, n - i);
+            store_up_to(to + i, value, n - i);
         }
     }
 
@@ -251,7 +249,7 @@ class Run {
         const int64_t n = layer_.outputs;
         const bool first = layer_.row_scale && layer_.row_norm == SCALED_RMS, second = layer_.row_scale && !first;
         const int64_t scales = layer_.row_scale ? expert_of(row) * layer_.row_scale_expert : 0;
-        const auto scale = [=](int64_t i) {  // beyond the last: 0
+        const auto scale = [=](int64_t i) __attribute__((noinline)) {  // beyond the last: 0
             if (layer_.row_scale_stride == 1 && i + LANES <= n)
                 return load(layer_.row_scale, scales + i, layer_.row_scale_type);
             f32v found = {};
@@ -259,29 +257,28 @@ class Run {
                 found[j] = scalar(layer_.row_scale, scales + (i + j) * layer_.row_scale_stride, layer_.row_scale_type);
             return found;
         };
-        const auto value = [=](int64_t i) {
+        const auto value = [=](int64_t i) __attribute__((noinline)) {
             const f32v own = i + LANES <= n ? load(values + i) : load_some(values + i, int(n - i));
             return first ? rounded<D>(own * scale(i)) : own;
         };
         f32v squares = {};
-        for (int64_t i = 0; i < n; i += LANES) squares += value(i) * value(i);
+        for (int64_t i = 0; i < n; i += LANES) {
+            const f32v own = value(i);
+            squares += own * own;
+        }
         const float factor = 1.f / std::sqrt(lane_sum(squares) / float(n) + float(layer_.row_norm_eps));
         const float weight = weighs_rows() ? weight_of(row) : 1.f;
         for (int64_t i = 0; i < n; i += LANES) {
             f32v normal = value(i) * factor;
             if (second) normal *= scale(i);
             if (weighs_rows()) normal = rounded<D>(normal) * weight;
-            if (i + LANES <= n)
-                store(values + i, normal);
-            else
-                store_some(values + i, normal, int(n - i));
+            store_up_to(values + i, normal, int(n - i));
         }
     }
     int64_t expert_of(int64_t row) const {
         return std::upper_bound(routing_.first.begin(), routing_.first.end(), int32_t(row)) - routing_.first.begin() - 1;
     }
 
-    template <class Out>
     void combine(int thread, int threads) {
         constexpr int64_t BLOCK = 512;
         const int64_t blocks = (layer_.outputs + BLOCK - 1) / BLOCK, all = layer_.tokens * blocks;
@@ -292,7 +289,6 @@ class Run {
             const int32_t* rows = routing_.position.data() + token * layer_.top_k;
             for (int64_t j = 0; weighs && j < layer_.top_k; j++)
                 weights[j] = scalar(layer_.topk_weights, token * layer_.top_k + j, layer_.weights_type);
-            Out* y = static_cast<Out*>(layer_.y) + token * layer_.outputs;
             for (int64_t n = begin; n < end; n += LANES) {
                 f32v sum = {};
                 for (int64_t j = 0; j < layer_.top_k; j++) {
@@ -302,10 +298,7 @@ class Run {
                     else if (rows[j] == IDENTITY_EXPERT)
                         sum += identity<D>(layer_, token * layer_.top_k + j, n);
                 }
-                if (n + LANES <= end)
-                    store(y + n, sum);
-                else
-                    store_some(y + n, sum, int(end - n));
+                store(layer_.y, token * layer_.outputs + n, layer_.out_type, sum, int(end - n));
             }
         }
     }
@@ -320,8 +313,7 @@ class Run {
     const Workspace workspace_;
 };
 
-template <>
-void run<MOEFUSE_TYPE>(const Layer& layer) {
+void run(const Layer& layer) {
     const int threads = int(layer.threads);
     Run<MOEFUSE_TYPE> run(layer, threads);
 #pragma omp parallel num_threads(threads)
@@ -330,3 +322,25 @@ void run<MOEFUSE_TYPE>(const Layer& layer) {
 }
 
 }  // namespace moefuse
+
+static thread_local moefuse::Layer last;
+static thread_local int64_t calls = 0;
+
+// What Python calls. 0, or 1 where memory ran out.
+extern "C" int moefuse_run(const moefuse::Layer* layer) {
+    last = *layer, calls++;
+    try {
+        moefuse::run(*layer);
+        return 0;
+    } catch (const std::bad_alloc&) {
+        return 1;
+    }
+}
+// What this thread ran last, and how many calls it made.
+extern "C" const moefuse::Layer* moefuse_last(int64_t* count) {
+    *count = calls;
+    return &last;
+}
+extern "C" int64_t moefuse_layer_bytes() { return sizeof(moefuse::Layer); }
+extern "C" int64_t moefuse_workspace_bytes() { return int64_t(moefuse::Workspace::held()); }
+extern "C" void moefuse_release_workspace() { moefuse::Workspace::release(); }

@@ -177,4 +177,20 @@ static inline f32v load(const void* base, int64_t index, int64_t type) {
     return value;
 }
 
+template <class D>
+static inline void store_up_to(D* to, f32v value, int n) {
+    if (n >= LANES)
+        store(to, value);
+    else
+        store_some(to, value, n);
+}
+// The first n lanes, if there are more than n.
+static inline void store(void* base, int64_t index, int64_t type, f32v value, int n) {
+    switch (type) {
+        case FLOAT32: return store_up_to(static_cast<float*>(base) + index, value, n);
+        case BFLOAT16: return store_up_to(static_cast<bf16*>(base) + index, value, n);
+        default: return store_up_to(static_cast<f16*>(base) + index, value, n);
+    }
+}
+
 }  // namespace moefuse
