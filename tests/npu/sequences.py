@@ -201,6 +201,16 @@ def clipped_swiglu(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor) -> Tensor
     return finalize(gmm(h, [w2], counts), weights.to(x.dtype), row_idx, ids)
 
 
+def weights_between(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+    """vllm-ascend's topk_scales: the routing weight multiplies what the second product reads."""
+    weights, ids = route(logits)
+    rows, slots, counts = dispatch(x, ids, row_idx_type=1)
+    h = npu.npu_swiglu(gmm(rows, [w13], counts))
+    h = h * weights.to(x.dtype).view(-1)[slots].unsqueeze(-1)
+    y = gmm(h, [w2], counts)
+    return npu.npu_moe_token_unpermute(y, slots.argsort(), torch.ones_like(weights, dtype=x.dtype))
+
+
 SEQUENCES: dict[str, Layer] = {
     layer.__name__: layer
     for layer in (
@@ -221,5 +231,6 @@ SEQUENCES: dict[str, Layer] = {
         with_skip,
         finalize_one_block,
         clipped_swiglu,
+        weights_between,
     )
 }

@@ -127,6 +127,7 @@ ROWS: tuple[tuple[str, str, tuple[tuple[str, Graph], ...]], ...] = (
         ),
     ),
     ("vllm-ascend", "group lists", _of("cumulative", "counts_summed_up", "counts_from_ends")),
+    ("vllm-ascend", "bf16, weights between the products", _of("weights_between")),
     ("xLLM", "W8A8, fused gmm1", _of("w8a8_fused_first_product")),
     ("any", "fused gmm2 and combine", _of("w8a8_fused_last_product")),
     ("any", "rows by slot; a skip", _of("slots_of_rows", "with_skip")),

@@ -18,9 +18,10 @@ from moefuse.patterns.facts import Ranks
 from moefuse.testing import npu_reference_kernels
 from tests.comm.ranks import run_ranks, values
 from tests.npu import shells
+from tests.npu.loops import of_scheme
 from tests.npu.sequences import E, K, npu, route
 from tests.npu.shells import LOCAL, MLPS, RANK, WORLD, exchange, histogram, lengths
-from tests.npu.test_shells import T, captured, operands, why
+from tests.npu.test_shells import LOOP, T, captured, off, operands, why
 
 
 @pytest.fixture
@@ -49,8 +50,8 @@ TOGETHER = (
 )
 
 
-def two_ranks(rank: int, world: int) -> list[tuple[int, float]]:
-    """How many layers of each compiled program are fused, and how far it is from the operators' own result."""
+def two_ranks(rank: int, world: int) -> list[tuple[int, float, float]]:
+    """How many layers of each compiled program are fused, how far off the operators' own result and a loop it is."""
     npu_reference_kernels.install()
     shells.RANK, shells.FIRST = rank, rank * LOCAL
     own = slice(shells.FIRST, shells.FIRST + LOCAL)
@@ -64,17 +65,18 @@ def two_ranks(rank: int, world: int) -> list[tuple[int, float]]:
         with torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=True):
             want = layer(*arguments)
             got = torch.compile(layer, backend="moefuse", options=options, fullgraph=True)(*arguments)
-        off = float((got.double() - want.double()).norm() / want.double().norm())
-        found.append((moefuse.reports()[-1].fused, off))
+        loop = of_scheme(scheme, *arguments[:2], *tensors)
+        found.append((moefuse.reports()[-1].fused, off(got, want), off(got, loop)))
     return found
 
 
 @pytest.mark.skipif(find_spec("torch_npu") is not None, reason="the ranks have no emulated runtime")
 def test_two_ranks_fuse_it() -> None:
     for found in values(run_ranks(2, two_ranks)):
-        for (shell, scheme), (fused, off) in zip(TOGETHER, found, strict=True):
+        for (shell, scheme), (fused, unfused, loop) in zip(TOGETHER, found, strict=True):
             assert fused == 1, (shell, scheme)
-            assert off < 1e-2, (shell, scheme)  # bfloat16, rounded in other places
+            assert unfused < 1e-2, (shell, scheme)  # bfloat16, rounded in other places
+            assert loop < LOOP, (shell, scheme)
 
 
 # --- what isn't that layer -----------------------------------------------------------------------------------

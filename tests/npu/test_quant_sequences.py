@@ -11,9 +11,10 @@ from moefuse.patterns.engine import lift
 from moefuse.patterns.words import words
 from moefuse.policy import decide
 from moefuse.testing import capture_graph
-from tests.npu.quant_sequences import CASES, ROUNDED, Case, H, I, Weights
+from tests.npu.loops import quantised
+from tests.npu.quant_sequences import CASES, ROUNDED, H, I
 from tests.npu.ready import WHEEL
-from tests.npu.sequences import E, K, route
+from tests.npu.sequences import E, K
 
 fuse = partial(moefuse.fuse, options={"target": "reference"})
 
@@ -60,52 +61,7 @@ def test_a_sequence_becomes_one_node(name: str) -> None:
         want, got = case.layer(x, logits, *case.tensors), result.graph_module(x, logits, *case.tensors)[0]
         assert got.dtype == want.dtype
         assert off(got, want) <= (EQUAL if name in ROUNDED else 0)
-    assert off(result.graph_module(*captured.inputs)[0], loop(case, *arguments)) < LOOP
-
-
-def loop(case: Case, x: Tensor, logits: Tensor, *tensors: Tensor) -> Tensor:
-    """Slot by slot in float64, with the integers that the scheme makes, from unpacked weights."""
-    w, (routing, ids) = Weights(*tensors), route(logits)
-    bits = {"w8a8": 8, "w4a8": 8, "w4a4": 4}.get(case.scheme, 0)
-
-    def matrix(weight: Tensor, e: int) -> Tensor:
-        if weight.dtype == torch.int8:
-            return weight[e].double()
-        words = weight[e].long()
-        columns = [((words >> 4 * i) & 15) for i in range(8)]
-        values = torch.stack([c - 16 * (c > 7) for c in columns], dim=-1)
-        return values.reshape(words.shape[0], -1).double()
-
-    def gemm(row: Tensor, weight: Tensor, scale: Tensor, other: Tensor, e: int) -> Tensor:
-        m, s = matrix(weight, e), scale[e].double()
-        rows = 1 if s.dim() == 1 else m.shape[0] // s.shape[0]
-        every = s if s.dim() == 1 else s.repeat_interleave(rows, 0)
-        if not bits:
-            o = other[e].double()
-            return row @ ((m + (o if o.dim() == 1 else o.repeat_interleave(rows, 0))) * every)
-        step = row.abs().max() / (2 ** (bits - 1) - 1)
-        return ((row / step).round() @ (m * every)) * step  # the assist of w4a8 makes up for its 8
-
-    def activated(h: Tensor) -> Tensor:
-        if case.activation == "swigluoai":
-            g, u = h[::2].clamp(max=7.0), h[1::2].clamp(-7.0, 7.0)
-            return g * torch.sigmoid(1.702 * g) * (u + 1)
-        g, u = h.chunk(2) if case.gate_up == "concat" else reversed(h.chunk(2))
-        if case.activation == "situglu":
-            return 4 * torch.tanh(g / 4) * torch.sigmoid(g) * 2 * torch.tanh(u / 2)
-        if case.activation == "geglu":
-            return torch.nn.functional.gelu(g) * u
-        if case.activation == "swiglustep":
-            return torch.nn.functional.silu(g).clamp(max=7.0) * u.clamp(-7.0, 7.0)
-        return torch.nn.functional.silu(g) * u
-
-    y = torch.zeros(x.shape[0], H, dtype=torch.float64)
-    for t in range(x.shape[0]):
-        for j in range(K):
-            e = int(ids[t, j])
-            a = activated(gemm(x[t].double(), w.w13, w.s13, w.o13, e))
-            y[t] += float(routing[t, j]) * gemm(a, w.w2, w.s2, w.o2, e)
-    return y
+    assert off(result.graph_module(*captured.inputs)[0], quantised(case, *arguments)) < LOOP
 
 
 def test_every_target_but_the_reference_refuses_by_name() -> None:

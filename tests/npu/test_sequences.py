@@ -8,9 +8,11 @@ from torch import Tensor
 
 import moefuse
 from moefuse.testing import capture_graph, rewrite_and_compare
+from tests.npu.loops import floats
 from tests.npu.sequences import SEQUENCES, E, K, Layer, route
 
 H, I = 16, 12  # noqa: E741
+ACTIVATIONS = {"written_out_activation": "swiglustep", "clipped_swiglu": "swigluoai"}
 
 
 def operands(tokens: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
@@ -34,13 +36,13 @@ def test_a_sequence_becomes_one_node(name: str, tokens: int) -> None:
     assert not [name for name in names if "npu." in name and "gating" not in name]
     spec = outcome.report.sites[0].spec
     assert (spec.num_experts, spec.top_k, spec.hidden, spec.intermediate) == (E, K, H, I)
-    activations = {"written_out_activation": "swiglustep", "clipped_swiglu": "swigluoai"}
     gate_up = "interleaved" if name == "clipped_swiglu" else "concat"
-    assert spec.activation == activations.get(name, "swiglu")
-    assert (spec.gate_up, spec.ids_checked, spec.weight_position) == (gate_up, True, "output")
+    assert spec.activation == ACTIVATIONS.get(name, "swiglu")
+    assert (spec.gate_up, spec.ids_checked) == (gate_up, True)
+    assert spec.weight_position == ("mid" if name == "weights_between" else "output")
 
 
-@pytest.mark.parametrize("name", ["sglang_bf16", "sglang_legacy", "vllm_allgather", "token_permute"])
+@pytest.mark.parametrize("name", SEQUENCES)
 def test_the_fused_layer_against_a_loop(name: str) -> None:
     x, logits, w13, w2 = operands(7, torch.float32)
     captured = capture_graph(SEQUENCES[name], (x, logits, w13, w2))
@@ -52,12 +54,9 @@ def test_the_fused_layer_against_a_loop(name: str) -> None:
         ids = scores.topk(K, dim=-1).indices
         weights = scores.gather(1, ids)
         weights = 2.5 * weights / weights.sum(-1, keepdim=True)
-    want = torch.zeros(7, H, dtype=torch.float64)
-    for t in range(7):
-        for j in range(K):
-            e = int(ids[t, j])
-            gate, up = (x[t].double() @ w13[e].double()).chunk(2)
-            want[t] += float(weights[t, j]) * ((torch.nn.functional.silu(gate) * up) @ w2[e].double())
+    want = floats(x, weights, ids, w13, w2, range(E), ACTIVATIONS.get(name, "swiglu"))
+    if name == "with_skip":
+        want += 2 * x.double()
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)  # float32 sums of 16 and 12 products
 
 
