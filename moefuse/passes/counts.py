@@ -13,10 +13,10 @@ import torch
 from torch.fx import Node
 
 from moefuse.graph import sizes
-from moefuse.patterns.facts import Arrived, Leaf, Perm, Pick, Tally
+from moefuse.patterns.facts import Leaf, Perm, Pick, Ranks, Tally
 from moefuse.patterns.layer import Layer
-from moefuse.patterns.rank_facts import Inflow
-from moefuse.patterns.ranks import arrival, one_of
+from moefuse.patterns.rank_facts import Inflow, Local
+from moefuse.patterns.ranks import arrival, one_of, run_of
 from moefuse.patterns.rules import Counted, op_name, value
 from moefuse.patterns.site import Site
 
@@ -28,6 +28,7 @@ class Counts:
 
     def __init__(self, site: Site) -> None:
         layer, spec = site.layer, site.spec
+        local = spec.num_experts // spec.ep_world_size
         self._ids = layer.ids.node if isinstance(layer.ids, Leaf) else None
         self.slots = sizes.expr(sizes.product(axis.size for axis in (*layer.tokens, *layer.slots)))
         self._each = [
@@ -40,7 +41,8 @@ class Counts:
         self._cut = False
         self._known: dict[sympy.Symbol, sympy.Expr] = {}
         self._from = [
-            sympy.Symbol(f"from_{rank}", integer=True, nonnegative=True) for rank in range(spec.ep_world_size)
+            [sympy.Symbol(f"came_{rank}_{e}", integer=True, nonnegative=True) for e in range(local)]
+            for rank in range(spec.ep_world_size)
         ]
         for symbol, meaning in site.counts.items():
             if (arrived := self._arrived(meaning, layer)) is not None:
@@ -50,14 +52,21 @@ class Counts:
                 self._cut |= isinstance(meaning, Pick) and meaning.cut
 
     def _arrived(self, meaning: Counted, layer: Layer) -> sympy.Expr | None:
-        """The number of rows that come here, from one rank or from all; None for another count."""
-        rows = arrival((meaning,)) if isinstance(meaning, Perm | Arrived) else None
-        if rows is not None and (rows.ids, rows.ranks) == (self._ids, layer.ranks):
-            return sympy.Add(*self._from)
-        if isinstance(meaning, Inflow) and (meaning.ids.node, meaning.ranks) == (self._ids, layer.ranks):
-            rank = one_of(meaning.source)
-            return self._from[rank] if rank is not None else None
-        return None
+        """The number of rows that come here, from one rank or from all, for some experts; None for another count."""
+        if layer.ranks is None or _came(meaning) != (self._ids, layer.ranks):
+            return None
+        sources, experts = range(layer.ranks.world), set(range(layer.ranks.experts))
+        if isinstance(meaning, Inflow):
+            run = run_of(meaning)
+            rank = run[0] if run is not None else one_of(meaning.source)
+            if rank is None or (run is None and meaning.at):
+                return None
+            sources, experts = range(rank, rank + 1), experts if run is None else {run[1]}
+        elif isinstance(meaning, Pick | Tally):
+            experts = _experts(meaning)
+            if isinstance(meaning, Pick) and meaning.rank is not None:
+                sources = range(meaning.rank, meaning.rank + 1)
+        return sympy.Add(*(self._from[rank][e] for rank in sources for e in experts))
 
     def _of_layer(self, meaning: Perm | Pick | Tally) -> bool:
         """True for a count of the layer's own ids.
@@ -128,6 +137,17 @@ class Counts:
             else:
                 least += factor * term
         return bool(sympy.expand(least + lowest * self.slots).is_nonnegative)
+
+
+def _came(meaning: Counted) -> tuple[Node, Ranks] | None:
+    """(ids, ranks) of rows that came here from all ranks, if those are counted."""
+    if isinstance(meaning, Inflow):
+        return meaning.ids.node, meaning.ranks
+    if isinstance(meaning, Tally | Pick):
+        key = meaning.ids if isinstance(meaning, Tally) else meaning.key
+        return (key.ids.node, key.ranks) if isinstance(key, Local) else None
+    rows = arrival((meaning,))
+    return (rows.ids, rows.ranks) if rows is not None else None
 
 
 def _experts(meaning: Pick | Tally) -> set[int]:

@@ -25,15 +25,26 @@ from moefuse.patterns.facts import (
     Leaf,
     Op,
     Perm,
+    Pieces,
     Ranks,
     Tally,
     group_size,
 )
+from moefuse.patterns.merge import each_expert
 from moefuse.patterns.pieces import tally_of
 from moefuse.patterns.pointwise import EXACT, walk
+from moefuse.patterns.products import has_own_weights, linear
 from moefuse.patterns.quantised import Quantised, RowScale
 from moefuse.patterns.rank_facts import Block, Census, Inflow, Local, Owned
-from moefuse.patterns.ranks import MOST_EXPERTS, arrival, carried, is_one_inflow, one_of, width_of
+from moefuse.patterns.ranks import (
+    MOST_EXPERTS,
+    arrival,
+    carried,
+    is_one_inflow,
+    local_of,
+    one_of,
+    width_of,
+)
 from moefuse.patterns.router import chosen_from
 from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
 from moefuse.patterns.runs import by_expert, rows_by_expert
@@ -201,7 +212,7 @@ def _experts_of_rank(
     assert isinstance(key, Leaf)
     for rank, length in enumerate(pieces):
         tally = tally_of(lift.fact(length).expr)
-        if tally is None:
+        if tally is None or not isinstance(tally.ids, Leaf):
             raise Conflict(
                 f"rows are sent to other ranks in pieces of a length ({_named(length)}) that isn't proved to be the "
                 "number of slots for each rank's experts"
@@ -258,9 +269,35 @@ def _back(lift: Lifting, node: Node, fact: Fact, rows: Arrived, place: Place) ->
     if _experts_of_rank(lift, argument(node, 1), order, width, place, ranks.experts) != ranks.experts:
         raise Conflict("rows go back to other ranks than those they came from")
     _demand_inflow(lift, argument(node, 2), ids, ranks)
-    demand_sent(fact.expr, lambda by: isinstance(by, Local) and by.ranks == ranks)
+    expr = fact.expr
+    if (key := local_of(rows)) is not None and ranks.experts == 1 and has_own_weights(expr):
+        expr = Pieces(node, key, (order.over, *fact.dims[1:]), 1)
+    _demand_sent(lift, expr, ranks)
     home: Group = (order,) if order.over else ()
-    return Fact(marked(fact.expr, False), (home, *fact.dims[1:]))
+    return Fact(marked(expr, False), (home, *fact.dims[1:]))
+
+
+def _demand_sent(lift: Lifting, expr: Expr, ranks: Ranks) -> None:
+    """Demand that rows hold what came with them, and tensors of this rank's experts, one by one or selected."""
+    wholes = [e for e in walk(expr) if isinstance(e, Pieces)]
+    if not wholes:
+        demand_sent(expr, lambda by: isinstance(by, Local) and by.ranks == ranks)
+        return
+    if any(not isinstance(whole.ids, Local) or whole.ids.ranks != ranks for whole in wholes):
+        raise Conflict(
+            "rows that go back to other ranks are put together by other ids than those they came by"
+        )
+    for body in each_expert(lift, expr, wholes[0]):
+        for part in _beside_own_weights(body):
+            demand_sent(part, lambda by: False)
+
+
+def _beside_own_weights(expr: Expr) -> list[Leaf]:
+    """The leaves of one expert's rows but for the matrices of its GEMMs and their biases."""
+    if isinstance(expr, Leaf):
+        return [expr]
+    gemm = linear(expr)
+    return [leaf for part in ([gemm.rows] if gemm else expr.parts()) for leaf in _beside_own_weights(part)]
 
 
 # --- the experts of rows that came here ------------------------------------------------------------------

@@ -56,7 +56,8 @@ class Pick:
     """The slots whose id is `expert`, as one particular nonzero lists them, or as they lie in one sort's order.
 
     source: that nonzero or sort; with `expert` the identity. over: the axes of all slots; key: the ids as an
-    expression over `over`. cut: a piece of a `Perm`.
+    expression over `over`. cut: a piece of a `Perm`, or of rows that came from all ranks. rank: the one that they came
+    from, where they are a piece of an expert's rows.
     """
 
     source: Node
@@ -65,6 +66,7 @@ class Pick:
     expert: int
     size: Size = field(compare=False)
     cut: bool = False
+    rank: int | None = None
 
 
 @dataclass(frozen=True)
@@ -430,15 +432,15 @@ class Offs(Expr):
 
 @dataclass(frozen=True)
 class Tally(Expr):
-    """How many elements of the integer leaf `ids` (all of them) are one of `experts`: one number."""
+    """How many elements of `ids` (all of them) are one of `experts`: one number."""
 
-    ids: Leaf
+    ids: "Leaf | Local"
     experts: frozenset[int]
 
 
 @dataclass(frozen=True)
 class Pieces(Expr):
-    """The element at `index` of what `node` puts together: the rows of expert 0, then of expert 1, and so on.
+    """The element at `index` of what `node` puts together: rows of `experts` experts, each in pieces of its own.
 
     index: the slot, as the axes of `ids` in the order of the cut, then one group per further dimension. What each
     piece means is asked of the operands of `node`: repeated here, a loop over 128 experts would hold it 128 times.
@@ -447,6 +449,7 @@ class Pieces(Expr):
     node: Node
     ids: Expr
     index: Dims
+    experts: int
 
     def parts(self) -> Iterator[Expr]:
         yield self.ids
@@ -458,6 +461,9 @@ class Pieces(Expr):
     def hard(self) -> bool:
         """Its pieces are expert rows."""
         return True
+
+    def rebuilt(self, change: Callable[[Expr], Expr]) -> Expr:
+        return Pieces(self.node, change(self.ids), self.index, self.experts)
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,7 @@ def contract(lift: Lifting, node: Node, a: Fact, b: Fact) -> Outcome:
     expert = lift.forced or _is_expert(left, right, axes) or _is_expert(right, left, axes)
     if expert:
         return Fact(Dot(left, right, axes, True, node), dims)
-    if any(isinstance(digit, Pick) for group in dims for digit in group):
+    if _of_one_expert(dims):
         return Fact(_own_weight(left, right, axes, node), dims)
     total = summed(lift, Op(torch.ops.aten.mul.Tensor, (left, right), (), node), axes, node, None)
     return None if total is None else Fact(total, dims)
@@ -172,11 +172,20 @@ def _own_weight(rows: Expr, weight: Expr, over: tuple[Axis, ...], node: Node) ->
     raise Conflict("the rows of one expert are multiplied with something that is no weight")
 
 
+def _of_one_expert(dims: Dims) -> bool:
+    """True for rows of one expert: cut from those of all, or all that came to a rank that has one."""
+    return any(
+        isinstance(digit, Pick) or (isinstance(digit, Arrived) and digit.ranks.experts == 1)
+        for group in dims
+        for digit in group
+    )
+
+
 def _selective(fact: Fact) -> bool:
     """Facts that make a product worth following: expert rows, gathered weights, dense scores, one expert's rows."""
     if fact.expr.hard or expert_weight(fact.expr) is not None:
         return True
-    if any(isinstance(digit, Pick) for group in fact.dims for digit in group):
+    if _of_one_expert(fact.dims):
         return True
     return any(isinstance(expr, Dense) for expr in walk(fact.expr))
 

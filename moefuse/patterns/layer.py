@@ -260,7 +260,7 @@ def _same_ids(
     """
     if case_ids is not None:
         selected = any(leaf.selectors for leaf in (*(one.weight for one in linears), *scale))
-        if not isinstance(case_ids, Leaf | Const | Spread | Among) or selected:
+        if not isinstance(case_ids, Leaf | Const | Local | Spread | Among) or selected:
             raise Conflict("a loop over experts whose weights are selected by ids once more")
         return case_ids
     leaves = [leaf for one in linears for leaf in one.leaves]

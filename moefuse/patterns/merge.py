@@ -25,7 +25,7 @@ from moefuse.patterns.pieces import piece_at
 from moefuse.patterns.pointwise import strip_casts, walk
 from moefuse.patterns.products import factors
 from moefuse.patterns.router import chosen_from
-from moefuse.patterns.rules import Lifting, argument
+from moefuse.patterns.rules import Lifting
 from moefuse.patterns.unify import bind
 
 
@@ -39,18 +39,20 @@ def layer_of(lift: Lifting, body: Expr, slots: tuple[Axis, ...], dims: Dims) -> 
     if len(wholes) > 1:
         raise Conflict("the outputs of several loops over experts are multiplied")
     (whole,) = wholes
-    cases = [
-        Case(whole.node, expert, whole.ids, _at_expert(lift, body, expert, whole.ids), slots)
-        for expert in range(len(argument(whole.node, 0)))
-    ]
-    return merge(lift, cases, dims)
+    bodies = enumerate(each_expert(lift, body, whole))
+    return merge(lift, [Case(whole.node, expert, whole.ids, own, slots) for expert, own in bodies], dims)
+
+
+def each_expert(lift: Lifting, body: Expr, whole: Pieces) -> list[Expr]:
+    """The body for the slots of each expert of `whole`, which stands in it."""
+    return [_at_expert(lift, body, expert, whole.ids) for expert in range(whole.experts)]
 
 
 def _at_expert(lift: Lifting, body: Expr, expert: int, ids: Expr) -> Expr:
     """The body for the slots of one expert: its own pieces, and theirs where they were put together before."""
     while wholes := {e for e in walk(body) if isinstance(e, Pieces)}:
         for whole in wholes:
-            if whole.ids != ids or expert >= len(argument(whole.node, 0)):
+            if whole.ids != ids or expert >= whole.experts:
                 raise Conflict("the loops over experts of one layer are cut by different ids")
             body = _replaced(body, whole, piece_at(lift, whole, expert))
     return body

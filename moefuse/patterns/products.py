@@ -187,6 +187,13 @@ def _weight_of(dot: Dot) -> tuple[Leaf, torch.dtype, Expr]:
     raise Conflict(f"the weights of `{dot.node.name}` are not selected by the routing")
 
 
+def has_own_weights(expr: Expr) -> bool:
+    """True where expert GEMMs stand in here whose weights are tensors of one expert, which nothing selects."""
+    gemms = [e for e in walk(expr) if isinstance(e, Dot) and e.expert]
+    sides = [(strip_casts(dot.a), strip_casts(dot.b)) for dot in gemms]
+    return any(not any(isinstance(side, Leaf) and side.selectors for side in both) for both in sides)
+
+
 def _stored(weight: Expr) -> tuple[Leaf, torch.dtype]:
     """(a weight as it is stored, the dtype that its casts between float dtypes end in)."""
     casts: list[torch.dtype] = []

@@ -48,6 +48,20 @@ def arrival_of(fact: Fact) -> Arrived | None:
     return next((rows for group in fact.dims if (rows := arrival(group)) is not None), None)
 
 
+def slots_of(group: Group) -> Group:
+    """The slots that rows are of, where they came from all ranks; otherwise the group itself."""
+    (rows,) = group if len(group) == 1 else (None,)
+    return rows.order.over if isinstance(rows, Arrived) else group
+
+
+def local_of(rows: Arrived) -> Local | None:
+    """The number of each row's expert among those of this rank; None where ranks sent rows in no order by expert."""
+    key = rows.order.key
+    if not isinstance(key, Leaf) or key.node is not rows.ids:
+        return None
+    return Local(Leaf(key.node, key.index, sent=True), rows.ranks)
+
+
 def same_ids(a: Expr, b: Expr) -> bool:
     """True when both are the same ids, or a rank's numbers of its own experts made from the same ones alike."""
     if isinstance(a, Spread | Among) and type(a) is type(b):
@@ -215,3 +229,12 @@ def one_of(group: Group) -> int | None:
 def is_one_inflow(expr: Expr) -> bool:
     """True for the number of rows that come from one rank."""
     return isinstance(expr, Inflow) and one_of(expr.source) is not None and not expr.at
+
+
+def run_of(expr: Expr) -> tuple[int, int] | None:
+    """(rank, this rank's expert), where an expression is the number of rows that come from the one for the other."""
+    if not isinstance(expr, Inflow) or expr.at is None:
+        return None
+    rank = 0 if expr.ranks.world == 1 else one_of(expr.source)
+    expert = 0 if expr.ranks.experts == 1 else one_of(expr.at)
+    return (rank, expert) if rank is not None and expert is not None else None

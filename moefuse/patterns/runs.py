@@ -30,7 +30,7 @@ from moefuse.patterns.ranks import arrival
 from moefuse.patterns.rules import op_name
 from moefuse.patterns.unify import Unifier
 
-_RUNS = "aten::repeat_interleave"
+RUNS = "aten::repeat_interleave"
 """The operator that repeats a run's number for each of its rows: rows in its order lie run by run, nothing else."""
 
 # --- counts in their two orders --------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def _came_at(expr: Expr, rows: Group) -> Group | None:
     begins = {begin.by_expert: factor for begin, factor in here.items() if isinstance(begin, Begin)}
     moves = begins == {False: 1, True: -1} and here.get(Pos(rows)) == 1 and len(here) == 3
     (order,) = rows
-    made = isinstance(order, Perm) and op_name(order.sort) == _RUNS
+    made = isinstance(order, Perm) and op_name(order.sort) == RUNS
     return (arrived,) if moves and made else None
 
 

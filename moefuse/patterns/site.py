@@ -169,7 +169,7 @@ def _quant_fields(layer: Layer) -> dict[str, Any]:
 def _experts(layer: Layer) -> int:
     """How many experts the weights hold, on this rank."""
     if not layer.stacked:
-        return len(layer.weight2)
+        return _demand_own(layer, len(layer.weight2))
     parameters = [*layer.weight1, *layer.weight2, *layer.bias1, *layer.bias2]
     counts = {leaf.selectors[0].size for leaf in parameters}
     (count,) = counts if len(counts) == 1 else (None,)
@@ -177,8 +177,16 @@ def _experts(layer: Layer) -> int:
         raise Conflict(
             f"the layer's weights hold different or unknown numbers of experts: {sorted(map(str, counts))}"
         )
-    if layer.ranks is not None and count != layer.ranks.experts:
-        raise Conflict(f"this rank gets the rows of {layer.ranks.experts} experts and holds {count}")
+    return _demand_own(layer, count)
+
+
+def _demand_own(layer: Layer, count: int) -> int:
+    """The number of experts, which is that of those whose rows come to this rank."""
+    if layer.ranks is not None and (count, layer.identities) != (layer.ranks.experts, 0):
+        others = f", and {layer.identities} that return their rows" if layer.identities else ""
+        raise Conflict(
+            f"this rank gets the rows of {layer.ranks.experts} experts and holds the weights of {count}{others}"
+        )
     return count
 
 

@@ -160,6 +160,11 @@ def cut(fact: Fact, dim: int, start: int, length: Size, step: int = 1, keep: boo
         return Fact(fact.expr, dims)
     outer, inner = group[0], group[1:]
     block = group_size(inner)
+    if inner and length == 1 and isinstance(block, int) and all(isinstance(digit, Axis) for digit in group):
+        # One element is one of each digit.
+        dims = (*fact.dims[:dim], group[:1], inner, *fact.dims[dim + 1 :])
+        split = cut(cut(Fact(fact.expr, dims), dim, start // block, 1, keep=False), dim, start % block, 1)
+        return split if keep else Fact(split.expr, (*split.dims[:dim], *split.dims[dim + 1 :]))
     if inner and step == 1 and isinstance(block, int) and isinstance(length, int):
         # A slice of whole blocks is a slice of the outermost digit.
         if start % block or length % block:

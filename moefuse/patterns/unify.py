@@ -59,7 +59,7 @@ def bind_group(group: Group, binding: Binding) -> Group:
             result.append(Arrived(_bind_perm(digit.order, binding), digit.ids, digit.ranks, digit.size))
         elif isinstance(digit, Pick):
             over, key = bind_group(digit.over, binding), bind(digit.key, binding)
-            result.append(Pick(digit.source, over, key, digit.expert, digit.size, digit.cut))
+            result.append(replace(digit, over=over, key=key))
         elif isinstance(digit, Part):
             result.append(Part(bind_group(digit.group, binding), digit.start, digit.step, digit.size))
         else:
@@ -96,7 +96,7 @@ def _bind_pieces(expr: Pieces, binding: Binding) -> Expr:
     index = tuple(bind_group(group, binding) for group in expr.index)
     if any(isinstance(digit, Perm | Pick | Arrived) for group in index for digit in group):
         raise Conflict(f"the rows of `{expr.node.name}` meet rows in another order by expert")
-    return Pieces(expr.node, bind(expr.ids, binding), index)
+    return Pieces(expr.node, bind(expr.ids, binding), index, expr.experts)
 
 
 def _bind_table(expr: Table, binding: Binding) -> Expr:
@@ -215,7 +215,7 @@ class Unifier:
         if left == right:
             return left
         if isinstance(left, Pick) and isinstance(right, Pick):
-            if left.source is not right.source or left.expert != right.expert:
+            if left.source is not right.source or (left.expert, left.rank) != (right.expert, right.rank):
                 raise Conflict(f"the rows of {_words(left)} meet the rows of {_words(right)}")
             self.unify(left.over, right.over)
             return left
@@ -262,4 +262,5 @@ class Unifier:
 
 
 def _words(pick: Pick) -> str:
-    return f"expert {pick.expert} by `{pick.source.name}`"
+    whose = "" if pick.rank is None else f" of rank {pick.rank}"
+    return f"expert {pick.expert}{whose} by `{pick.source.name}`"

@@ -93,7 +93,8 @@ class _Speaker:
         over = self.group(digit.over)
         if isinstance(digit, Perm):
             return f"{over} in the order of `{digit.sort.name}`"
-        return f"the {over} of expert {digit.expert}, as `{digit.source.name}` lists them"
+        whose = "" if digit.rank is None else f" that came from rank {digit.rank}"
+        return f"the {over} of expert {digit.expert}{whose}, as `{digit.source.name}` lists them"
 
     def _name(self, digit: Digit, letters: str) -> str:
         if digit not in self.names:
@@ -179,7 +180,7 @@ _SAY: dict[type[Expr], Any] = {
     Quantised: lambda s, e: s.quantised(e),
     RowScale: _Speaker.row_scale,
     Dequant: lambda s, e: s.dequant(e),
-    Tally: lambda s, e: f"how many of `{e.ids.node.name}` are one of {sorted(e.experts)}",
+    Tally: lambda s, e: f"how many of {s.expr(e.ids)} are one of {sorted(e.experts)}",
     Owned: lambda s, e: f"how many of `{e.ids.node.name}` are experts of rank {s.group(e.at)}",
     Inflow: lambda s, e: (
         f"how many of `{e.ids.node.name}` on rank {s.group(e.source)} are "

@@ -19,6 +19,9 @@ from tests.comm.spread_models import (
     Block,
     ByBlocks,
     ByExpert,
+    ByLoop,
+    ByPieces,
+    ByPiecesOfEach,
     ByRank,
     ByRuns,
     E,
@@ -66,11 +69,12 @@ def _routings(k: int, world: int) -> list[int | None]:
 
 def all_cases(world: int) -> list[Case]:
     """What the command runs on so many processes."""
-    forms = (ByExpert, ByRank, InPlace, ByBlocks, ByRuns, Gathered)
-    found = [Case(forms[k % 6], k, shared=k % 2 == 0) for k in range(1, 9)]
+    forms = (ByExpert, ByRank, InPlace, ByBlocks, ByRuns, Gathered, ByLoop, ByPieces)
+    found = [Case(forms[k % 8], k, shared=k % 2 == 0) for k in range(1, 9)]
     found += [Case((ByExpert, ByRank)[k % 2], k, shared=k % 2 == 1, train=True) for k in range(1, 9)]
     if world > 2:
         found += [Case(ByExpert, 2, True, parts=2), Case(ByRank, 3, train=True, parts=2)]
+    found += [Case(ByPiecesOfEach, 2, train=True)]
     return [*found, Case(ByRank, 2, True, True, inner="inductor")]
 
 

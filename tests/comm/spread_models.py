@@ -180,6 +180,82 @@ class ByRuns(ByBlocks):
         return torch.zeros_like(x).index_add(0, order // self.k, rows)
 
 
+class ByLoop(ByBlocks):
+    """Rows in the order of this rank's experts, each expert's slice through its own matrices, one after the other."""
+
+    def expert(self, number: int, rows: Tensor) -> Tensor:
+        gate, up = (rows @ self.w1[number]).chunk(2, -1)
+        return (functional.silu(gate) * up) @ self.w2[number]
+
+    def looped(self, rows: Tensor, counts: list[int]) -> Tensor:
+        """counts: of rows per expert of this rank."""
+        results, start = [], 0
+        for number, count in enumerate(counts):
+            results.append(self.expert(number, rows[start : start + count]))
+            start += count
+        return torch.cat(results)
+
+    def sorted_rows(self, rows: Tensor, here: Tensor) -> tuple[Tensor, Any]:
+        """(rows expert by expert, what `unsorted_rows` needs). here: counts [W * E/W], by rank."""
+        by = torch.argsort((torch.arange(self.experts) % self.local).repeat_interleave(here), stable=True)
+        return rows[by], by
+
+    def unsorted_rows(self, rows: Tensor, by: Any) -> Tensor:
+        return torch.empty_like(rows).index_put((by,), rows)
+
+    def routed(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        flat = ids.view(-1)
+        counts = torch.histc(flat.float(), bins=self.experts, min=0, max=self.experts).long()
+        order = torch.argsort(flat, stable=True)
+        here = self.exchange(counts, None, None)
+        sent = counts.view(self.world, -1).sum(1).tolist()
+        received = here.view(self.world, -1).sum(1).tolist()
+        rows = self.exchange(x[order // self.k], received, sent)
+        rows, by = self.sorted_rows(rows, here)
+        rows = self.looped(rows, here.view(self.world, -1).sum(0).tolist())
+        rows = self.exchange(self.unsorted_rows(rows, by), sent, received)
+        rows = rows * weights.view(-1)[order].unsqueeze(1)
+        return torch.zeros_like(x).index_add(0, order // self.k, rows)
+
+
+class ByPieces(ByLoop):
+    """Rows are cut into what each rank sent for each expert, and these pieces put in the order of the experts."""
+
+    def looped(self, rows: Tensor, counts: list[int]) -> Tensor:
+        return torch.cat([self.expert(e, part) for e, part in enumerate(rows.split(counts))])
+
+    def reordered(self, rows: Tensor, lengths: list[int], outer: int) -> Tensor:
+        """Pieces [outer, inner] as [inner, outer]."""
+        parts = rows.split(lengths)
+        inner = len(parts) // outer
+        return torch.cat([parts[o * inner + i] for i in range(inner) for o in range(outer)])
+
+    def sorted_rows(self, rows: Tensor, here: Tensor) -> tuple[Tensor, Any]:
+        lengths = here.tolist()
+        return self.reordered(rows, lengths, self.world), here.view(self.world, -1).t().flatten().tolist()
+
+    def unsorted_rows(self, rows: Tensor, by: Any) -> Tensor:
+        return self.reordered(rows, by, self.local)
+
+
+class ByPiecesOfEach(ByPieces):
+    """Each expert's pieces are put together by themselves, and cut apart again as they came."""
+
+    def sorted_rows(self, rows: Tensor, here: Tensor) -> tuple[Tensor, Any]:
+        return rows, here.tolist()
+
+    def looped(self, rows: Tensor, counts: list[int]) -> Tensor:
+        return rows
+
+    def unsorted_rows(self, rows: Tensor, by: Any) -> Tensor:
+        parts, lengths = rows.split(by), [by[e :: self.local] for e in range(self.local)]
+        each = [
+            self.expert(e, torch.cat(parts[e :: self.local])).split(lengths[e]) for e in range(self.local)
+        ]
+        return torch.cat([each[e][r] for r in range(self.world) for e in range(self.local)])
+
+
 class Gathered(Block):
     """Every rank gets all tokens, runs its own experts on them, and gives each rank its part of the sums."""
 
@@ -209,7 +285,7 @@ class Summed(Block):
         return funcol.all_reduce((rows * masked.unsqueeze(-1)).sum(1), "sum", self.group)
 
 
-UNEVEN = (ByExpert, ByRank, InPlace, ByBlocks, ByRuns)
+UNEVEN = (ByExpert, ByRank, InPlace, ByBlocks, ByRuns, ByLoop, ByPieces, ByPiecesOfEach)
 """Ranks may have different numbers of tokens."""
 
 EVEN = (Gathered, Summed)

@@ -20,6 +20,7 @@ from tests.comm.spread_models import (
     Block,
     ByBlocks,
     ByExpert,
+    ByPieces,
     ByRank,
     ByRuns,
     E,
@@ -69,7 +70,7 @@ WAYS = {
         ],
     ),
     "inductor-2": (2, [(ByBlocks, {"k": 3})]),
-    "eager-4": (4, [(ByRuns, {"k": 4})]),
+    "eager-4": (4, [(ByRuns, {"k": 4}), (ByPieces, {"k": 2})]),
 }
 
 
