@@ -78,6 +78,17 @@ def _helper(name: str, *arguments: ast.expr) -> ast.Call:
     return ast.Call(ast.Attribute(ast.Name(HELPERS, ast.Load()), name, ast.Load()), list(arguments), [])
 
 
+def _allocates(value: ast.expr) -> bool:
+    """True for `x.new_empty(...)` and its kin, with sizes of tensors at most: it may as well be made for nothing."""
+    if not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
+        return False
+    made = value.func.attr in ("new_empty", "new_zeros")
+    made = made or (value.func.attr in ("empty", "zeros") and root_of(value.func) == "torch")
+    calls = [n for n in ast.walk(value) if isinstance(n, ast.Call) and n is not value]
+    sizes = all(isinstance(call.func, ast.Attribute) and call.func.attr == "size" for call in calls)
+    return made and sizes and not any(isinstance(n, ast.NamedExpr) for n in ast.walk(value))
+
+
 def _is_bincount(call: ast.Call) -> bool:
     """True for `torch.bincount(ids, minlength=n)`."""
     function = call.func
@@ -133,16 +144,22 @@ class _Rewriter(ast.NodeTransformer):
         return node
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
-        """`a if outputs else b`."""
+        """`a if outputs else b`; of `torch.cat(outputs) if outputs else x.new_empty(0, n)` both are looked at."""
+        rows = [n.args[0] for n in (node.body, node.orelse) if isinstance(n, ast.Call) and is_cat(n)]
+        other = [n for n in (node.body, node.orelse) if _allocates(n)]
+        name = rows[0].id if len(rows) == len(other) == 1 and isinstance(rows[0], ast.Name) else ""
         self.generic_visit(node)
-        node.test = self._asked(node.test)
+        node.test = self._asked(node.test, (name, other[0]) if name else None)
         return node
 
-    def _asked(self, test: ast.expr) -> ast.expr:
+    def _asked(self, test: ast.expr, instead: tuple[str, ast.expr] | None = None) -> ast.expr:
+        """instead: (a list, what the program has in the place of its `cat` where it is empty)."""
         for asked in asks_whether_empty(test):
             if isinstance(asked, ast.Name) and asked.id in self.lists:
                 load = ast.Name(self.lists[asked.id], ast.Load())
-                return ast.copy_location(_helper("filled", load, ast.Name(asked.id, ast.Load()), test), test)
+                given = [copy.deepcopy(instead[1])] if instead is not None and instead[0] == asked.id else []
+                call = _helper("filled", load, ast.Name(asked.id, ast.Load()), test, *given)
+                return ast.copy_location(call, test)
         return test
 
     def visit_Assign(self, node: ast.Assign) -> ast.stmt:

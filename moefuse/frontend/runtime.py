@@ -118,10 +118,13 @@ def seen(token: Any, changed: tuple[Any, ...], read: tuple[Any, ...]) -> None:
         torch.ops.moefuse.never(token)  # in front of the loop there is no iteration: this is never proved
 
 
-def filled(token: Any, values: list[Any], test: Any) -> Any:
-    """What a test says of a list that the loop appends to, where the data decide whether anything is in it."""
+def filled(token: Any, values: list[Any], test: Any, instead: Any = None) -> Any:
+    """What a test says of a list that the loop appends to, where the data decide whether anything is in it.
+
+    instead: what the program has where the `cat` of the list would be, if it is empty.
+    """
     if token is not None and torch.compiler.is_compiling() and values:
-        torch.ops.moefuse.filled(token)
+        torch.ops.moefuse.filled(token, instead)
     return test
 
 

@@ -12,7 +12,8 @@ kernel, so a graph in which one is left can't run by mistake.
                                  the rest of this iteration does nothing where `value relation bound`
     end(token)                   the loop ends
     result(token, value) -> value  the only values that leave the loop
-    filled(token)                some iteration of the loop that ended isn't skipped
+    filled(token, instead)       some iteration of the loop that ended isn't skipped; or, if that is given, what is
+                                 appended in the others is as `instead`: no rows
     within(number, ids, bound)   all ids are below the bound, outside of any loop too
 """
 
@@ -31,7 +32,7 @@ SCHEMAS = (
     "assume_size(Tensor token, SymInt value, str relation, SymInt bound) -> ()",
     "end(Tensor token) -> ()",
     "result(Tensor token, Tensor value) -> Tensor",
-    "filled(Tensor token) -> ()",
+    "filled(Tensor token, Tensor? instead=None) -> ()",
     "within(int number, Tensor ids, int bound) -> ()",
 )
 

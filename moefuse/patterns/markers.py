@@ -10,15 +10,19 @@ Both are the same where
   which the skipped iteration adds those of that very expert: none.
 """
 
+from typing import NamedTuple
+
+import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from moefuse.graph import sizes
 from moefuse.patterns.capacity import dropped
 from moefuse.patterns.counts import count_of
-from moefuse.patterns.facts import Axis, Cases, Count, Expr, Fact, Group, Leaf
+from moefuse.patterns.facts import Axis, Cases, Count, Expr, Fact, Group, Leaf, Ranks
 from moefuse.patterns.loop_regions import Marked
 from moefuse.patterns.loops import constant, pick_of
+from moefuse.patterns.rank_facts import Local
 from moefuse.patterns.router import topk_of
 from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
 
@@ -38,6 +42,18 @@ class UnprovedError(Exception):
 
 class _Unproved(Exception):
     """Why one loop isn't proved."""
+
+
+class Ids(NamedTuple):
+    """The ids whose slots are counted; ranks: of rows that came here from all of them, by this rank's own numbers."""
+
+    node: Node
+    ranks: Ranks | None = None
+
+    @property
+    def name(self) -> str:
+        """That of the tensor."""
+        return self.node.name
 
 
 @rule("moefuse::result")
@@ -73,7 +89,7 @@ class Prover:
 
     def _prove(self, loop: Marked) -> list[Expr]:
         experts: dict[int, int] = {}
-        ids: set[Node] = set()
+        ids: set[Ids] = set()
         if loop.every is not None:
             leaf, count = self._listed(argument(loop.every, 1))
             if count != loop.iterations:
@@ -95,7 +111,7 @@ class Prover:
         if len(ids) != 1:
             raise _Unproved(f"it looks at several ids: {', '.join(sorted(node.name for node in ids))}")
         (leaf,) = ids
-        if loop.filled:
+        if not all(_is_no_rows(loop, argument(node, 1, "instead")) for node in loop.filled):
             self._demand_chosen(leaf, set(experts.values()))
         for k in impossible:
             self._demand_impossible(leaf, experts.get(k, k))
@@ -116,7 +132,7 @@ class Prover:
 
     # --- what is claimed
 
-    def _listed(self, values: Node) -> tuple[Node, int]:
+    def _listed(self, values: Node) -> tuple[Ids, int]:
         """(ids, n) for the list of those of the experts 0..n-1 that have slots."""
         node: Node | None = values
         while isinstance(node, Node) and op_name(node) != "aten::nonzero":
@@ -129,7 +145,10 @@ class Prover:
         (axis,) = count.expr.at  # type: ignore[attr-defined]
         if not isinstance(axis, Axis) or not isinstance(axis.size, int):
             raise _Unproved(f"`{values.name}` isn't known to list all experts that have tokens")
-        return count.expr.ids.node, axis.size  # type: ignore[attr-defined]
+        ids = _ids(count.expr.ids)  # type: ignore[attr-defined]
+        if ids is None:
+            raise _Unproved(f"`{values.name}` isn't known to list all experts that have tokens")
+        return ids, axis.size
 
     def _counted(self, mask: Node) -> Fact | None:
         """The counts of which a mask says that they aren't zero."""
@@ -172,7 +191,7 @@ class Prover:
         count = count_of(fact, over)
         return None if count is None else Fact(count.expr, tuple(left))
 
-    def _tested(self, node: Node) -> tuple[Node, int]:
+    def _tested(self, node: Node) -> tuple[Ids, int]:
         """(ids, expert) where the claim's test is true only if that expert has no slots."""
         relation, bound = argument(node, 2), value(argument(node, 3))
         if not isinstance(bound, int) or (relation, bound) not in _MEANS_NONE:
@@ -187,7 +206,7 @@ class Prover:
             )
         return found
 
-    def _slots(self, node: Node) -> tuple[Node, int] | None:
+    def _slots(self, node: Node) -> tuple[Ids, int] | None:
         """(ids, expert) if the value is zero only where that expert has no slots."""
         if not isinstance(node, Node):
             return None
@@ -204,13 +223,13 @@ class Prover:
         fact = self._any(node) if name == "aten::any" else self.fact(node)
         if fact is None:
             return None
-        if not isinstance(fact.expr, Count) or not isinstance(fact.expr.ids, Leaf):
+        if not isinstance(fact.expr, Count) or (ids := _ids(fact.expr.ids)) is None:
             return None
-        if (expert := constant(fact.expr.at)) is not None:
-            return fact.expr.ids.node, expert
-        return None
+        only = 0 if ids.ranks is not None and ids.ranks.experts == 1 else None
+        expert = constant(fact.expr.at) if fact.expr.at else only
+        return (ids, expert) if expert is not None else None
 
-    def _rows(self, node: Node, dim: int | None) -> tuple[Node, int] | None:
+    def _rows(self, node: Node, dim: int | None) -> tuple[Ids, int] | None:
         """One expert's slots, if that is what a dimension of the tensor (or its only dynamic one) runs over."""
         facts = self.facts.get(node)
         every = facts if isinstance(facts, tuple) else (facts,)
@@ -219,20 +238,20 @@ class Prover:
                 continue
             for group in fact.dims if dim is None else fact.dims[dim : dim + 1]:
                 pick = pick_of(group)
-                if pick is not None and isinstance(pick.key, Leaf):
-                    return pick.key.node, pick.expert
+                if pick is not None and pick.rank is None and (ids := _ids(pick.key)) is not None:
+                    return ids, pick.expert
         return None
 
-    def _demand_impossible(self, ids: Node, expert: int) -> None:
+    def _demand_impossible(self, ids: Ids, expert: int) -> None:
         if (most := _choices(ids)) is None or most > expert:
             raise _Unproved(
                 f"there are no weights for expert {expert}, and `{ids.name}` isn't known not to choose it"
             )
 
-    def _demand_chosen(self, ids: Node, experts: set[int]) -> None:
+    def _demand_chosen(self, ids: Ids, experts: set[int]) -> None:
         """There are ids, and each chooses one of these experts."""
-        most, size = _choices(ids), value(ids).numel()
-        some = statically_known_true(size >= 1)
+        most, size = _choices(ids), value(ids.node).numel()
+        some = ids.ranks is None and statically_known_true(size >= 1)
         if most is None or not some or not set(range(most)) <= experts:
             raise _Unproved(
                 f"it asks whether its list is empty, and `{ids.name}` isn't known to choose any of its experts"
@@ -242,7 +261,7 @@ class Prover:
         """The claim that ids are below a number."""
         fact, bound = self.fact(argument(loop.token, 1)), argument(loop.token, 2)
         ids = fact.expr if fact is not None else None
-        most = _choices(ids.node) if isinstance(ids, Leaf) else None
+        most = _choices(Ids(ids.node)) if isinstance(ids, Leaf) else None
         if most is None or most > bound:
             raise UnprovedError({loop.number: f"bincount may give more than its minlength of {bound} counts"})
         return []
@@ -250,7 +269,7 @@ class Prover:
     # --- what leaves the loop
 
     def _leaves(
-        self, loop: Marked, node: Node, experts: dict[int, int], ids: Node, chain: set[Node]
+        self, loop: Marked, node: Node, experts: dict[int, int], ids: Ids, chain: set[Node]
     ) -> list[Expr]:
         fact = self.fact(node)
         if fact is not None and isinstance(fact.expr, Cases):
@@ -263,7 +282,7 @@ class Prover:
         why = self.reasons.get(node, "it isn't known to be a sum over experts")
         raise _Unproved(f"what it leaves in `{node.name}`: {why}")
 
-    def _cases(self, loop: Marked, last: Node, experts: dict[int, int], ids: Node, chain: set[Node]) -> None:
+    def _cases(self, loop: Marked, last: Node, experts: dict[int, int], ids: Ids, chain: set[Node]) -> None:
         """Each iteration adds the rows of its own expert, and nothing else."""
         node: Node | None = last
         while node is not None and (fact := self.fact(node)) is not None and isinstance(fact.expr, Cases):
@@ -278,7 +297,7 @@ class Prover:
                 raise _Unproved(f"iteration {k} adds the rows of expert {case.expert}, and is {skipped}")
             node = fact.expr.earlier
 
-    def _pieces(self, loop: Marked, cat: Node, experts: dict[int, int], ids: Node) -> list[Expr]:
+    def _pieces(self, loop: Marked, cat: Node, experts: dict[int, int], ids: Ids) -> list[Expr]:
         """Each iteration appends the rows of its own expert."""
         found: list[Expr] = []
         for piece in argument(cat, 0):
@@ -291,6 +310,22 @@ class Prover:
         return found
 
 
+def _is_no_rows(loop: Marked, instead: Node | None) -> bool:
+    """True for a tensor that is what the loop's lists of rows are, put together, where nothing is in them."""
+    rows = [value(node) for node in map(_source, loop.results) if op_name(node) == "aten::cat"]
+    other = value(instead)
+    return (
+        isinstance(other, torch.Tensor)
+        and bool(rows)
+        and all(
+            (other.dtype, other.device, other.dim()) == (each.dtype, each.device, each.dim())
+            and sizes.same(other.shape[0], 0)
+            and all(map(sizes.same, other.shape[1:], each.shape[1:]))
+            for each in rows
+        )
+    )
+
+
 def _drops(loop: Marked) -> str:
     """Why the loop's layer drops slots, whatever else stands in the way of a proof; "" where nothing says so."""
     claims = [node for node in (loop.every, *loop.assumed) if node is not None and len(node.args) > 1]
@@ -298,15 +333,24 @@ def _drops(loop: Marked) -> str:
     return next((why for node in claimed if isinstance(node, Node) and (why := dropped(node))), "")
 
 
-def _choices(ids: Node) -> int | None:
-    """How many numbers a top-k chose from, if the ids are its indices."""
-    topk, dim = topk_of(ids)
+def _ids(expr: Expr) -> Ids | None:
+    """The ids that an expression holds, or this rank's numbers of."""
+    if isinstance(expr, Local):
+        return Ids(expr.ids.node, expr.ranks)
+    return Ids(expr.node) if isinstance(expr, Leaf) else None
+
+
+def _choices(ids: Ids) -> int | None:
+    """How many numbers a top-k chose from, if the ids are its indices; the rank's experts of rows that came here."""
+    if ids.ranks is not None:
+        return ids.ranks.experts
+    topk, dim = topk_of(ids.node)
     size = value(argument(topk, 0)).shape[dim] if topk is not None else None
     return size if isinstance(size, int) else None
 
 
-def _reads(expr: Expr, ids: Node) -> bool:
-    return isinstance(expr, Leaf) and expr.node is ids
+def _reads(expr: Expr, ids: Ids) -> bool:
+    return _ids(expr) == ids
 
 
 _MEANS_NONE = {("==", 0), ("<=", 0), ("<", 1), ("<", 0), ("<=", -1)}

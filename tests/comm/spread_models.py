@@ -219,6 +219,21 @@ class ByLoop(ByBlocks):
         return torch.zeros_like(x).index_add(0, order // self.k, rows)
 
 
+class Skipping(ByLoop):
+    """Experts without rows are skipped: `moefuse.compile` is for such loops."""
+
+    def looped(self, rows: Tensor, counts: list[int]) -> Tensor:
+        results = []
+        start = 0
+        for number, count in enumerate(counts):
+            end = start + count
+            if count == 0:
+                continue
+            results.append(self.expert(number, rows[start:end]))
+            start = end
+        return torch.cat(results) if results else rows.new_empty(0, rows.shape[1])
+
+
 class ByPieces(ByLoop):
     """Rows are cut into what each rank sent for each expert, and these pieces put in the order of the experts."""
 

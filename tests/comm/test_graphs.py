@@ -102,6 +102,25 @@ def test_part_of_the_matrix(some) -> None:
     assert values(run_ranks(world, run_cases, cases, timeout=300)) == [[True] * len(cases)] * world
 
 
+def skipping(rank: int, world: int) -> set[int]:
+    """How many layers of the graphs are fused. All tokens choose the last two experts at first."""
+    model, whole = spread_models.Skipping(rank, world), alone()
+    run = moefuse.compile(model, inner="eager", dynamic=True, ep_max_tokens=64)
+    for block in (model, whole):
+        with torch.no_grad():
+            block.gate[:, :-2] -= 9
+    for step, counts in enumerate(PATTERNS[2]):
+        x = tokens(counts[rank], rank, step).abs()
+        with torch.no_grad():
+            torch.testing.assert_close(run(x), whole(x), rtol=1e-5, atol=1e-5)
+    return {graph.fused for report in moefuse.reports() for graph in report.graphs}
+
+
+def test_a_loop_that_skips_experts_without_rows() -> None:
+    """Rank 0 gets no rows: what it goes on with instead of them is what the graph has."""
+    assert values(run_ranks(2, skipping)) == [{1}] * 2
+
+
 class Stack(nn.Module):
     """Layers of equal sizes, all slots of one of them on one expert, and one of other sizes."""
 

@@ -125,6 +125,40 @@ class Unrouted(InOrder):
         return x[:, :K], x[:, :K].long()
 
 
+class NoRows(models.Base):
+    """Of ids that nothing is known of; where all experts are skipped, no rows go on."""
+
+    none, width = 0, H
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)[0], x[:, 2 : 2 + K].long().abs() % E
+        order = ids.view(-1).argsort(stable=True)
+        rows = x[order // K]
+        counts = (ids.view(-1, 1) == torch.arange(E)).sum(0).tolist()
+        outputs = []
+        start = 0
+        for e, n in enumerate(counts):
+            end = start + n
+            if n == 0:
+                continue
+            outputs.append(self.experts[e](rows[start:end]))
+            start = end
+        outs = torch.cat(outputs, dim=0) if len(outputs) > 0 else rows.new_zeros(self.none, self.width)
+        return (outs[order.argsort()].view(*ids.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
+class OtherNoRows(NoRows):
+    """An expert without tokens would be one of other features."""
+
+    width = H + 1
+
+
+class SomeRows(NoRows):
+    """Where no expert has tokens there would be a row all the same."""
+
+    none = 1
+
+
 class AsksInside(models.Base):
     """The first expert that works isn't its own."""
 
@@ -195,14 +229,18 @@ class Matrix(models.Base):
         (LastOne, "may be assigned nowhere but in it"),
         (Matrix, "no routing operation in this graph"),
         (Unrouted, "whether its list is empty"),
+        (OtherNoRows, "whether its list is empty"),
+        (SomeRows, "whether its list is empty"),
     ],
 )
 def test_it_stays_as_it_is(style: type[nn.Module], words: str) -> None:
     assert words in stays(lonely(style()), tokens(), torch.full((6, H), -1.0))
 
 
-def test_whether_a_list_is_empty_is_known_where_each_token_chooses() -> None:
-    model = lonely(InOrder())
+@pytest.mark.parametrize("style", [InOrder, NoRows])
+def test_whether_a_list_is_empty_is_known_or_the_same(style: type[nn.Module]) -> None:
+    """Each token chooses; or where none does the program goes on with what the list would give."""
+    model = lonely(style())
     x = tokens()
     reports, (got,) = reports_of(model, x)
     assert [site.fused for report in reports for site in report.sites] == [True]
