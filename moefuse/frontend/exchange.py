@@ -1,9 +1,9 @@
 """transformers' exchange of rows between ranks, without its branch on whether any row came.
 
-In: a model. Out: `Exchanges`, a context manager for a call: while Dynamo traces without gradients, the experts run on
-the rows that came, however many, where transformers' own code runs them on one row of zeros if there are none, and
-takes no row of what they give. To row-wise experts of plain torch operators that is the same; a branch breaks the
-graph.
+In: a model. Out: `Exchanges`, a context manager for a call: while Dynamo traces, the experts run on the rows that came,
+however many, where transformers' own code runs them on one row of zeros if there are none, and takes no row of what
+they give. To row-wise experts of plain torch operators that is the same, with gradients where what they give of no rows
+has a history too; a branch breaks the graph.
 """
 
 import ast
@@ -77,6 +77,15 @@ def _row_wise(module: nn.Module) -> bool:
     return implementation in _ROW_WISE and on_cpu
 
 
+def _keeps_history(exchange: Any) -> bool:
+    """True for experts of whose result of no rows a backward pass knows: a loop would have run none of them.
+
+    Without it a rank to which no rows come would send no gradients back, and the others wait for them.
+    """
+    experts = getattr(getattr(exchange, "experts_forward", None), "__self__", None)
+    return getattr(getattr(experts, "config", None), "_experts_implementation", None) in _ROW_WISE[1:]
+
+
 @functools.cache  # one class for good: Dynamo guards on it
 def _straightened(kind: type) -> type | None:
     """The class with a straight call; None where its call isn't as it is known."""
@@ -89,7 +98,7 @@ def _straightened(kind: type) -> type | None:
         return None
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        plain = torch.is_grad_enabled() or not torch.compiler.is_compiling()
+        plain = not torch.compiler.is_compiling() or (torch.is_grad_enabled() and not _keeps_history(self))
         return written(self, *args, **kwargs) if plain else straight(self, *args, **kwargs)
 
     own = {"__call__": call, "__module__": kind.__module__, _STRAIGHT: True}

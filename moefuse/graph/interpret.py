@@ -104,6 +104,10 @@ class EagerInterpreter(fx.Interpreter):
             self.autocasts.remove(args[0])
         if self.training and target is torch.ops.higher_order.tag_activation_checkpoint:
             return self._checkpoint(*args)
+        if self.training and target is torch.ops.higher_order.autograd_function_apply:
+            waited = _waited(*args[:2])
+            if waited is not None:
+                return (self._call(super().call_function, _WAIT, (args[2 + waited],), {}),)
         if self.training and isinstance(target, torch._ops.HigherOrderOperator):
             # It brings its own backward, which a trace below autograd would lose.
             raise CaptureError(f"higher order operator {_name(target)} under gradients")
@@ -166,6 +170,35 @@ class EagerInterpreter(fx.Interpreter):
 
     def _remember(self, tensors: Iterable[torch.Tensor]) -> None:
         self.with_history.update(map(_memory, tensors))
+
+
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+def _waited(forward: fx.GraphModule, backward: fx.GraphModule) -> int | None:
+    """The argument that a function waits for, if its gradient is that of the result: what a wait has by itself.
+
+    None for a function that does anything else.
+    """
+    given = forward.graph.find_nodes(op="placeholder")
+    body = [n for gm in (forward, backward) for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
+    (wait,) = (
+        calls
+        if len(calls := [n for n in body if n.target is not torch._C._set_grad_enabled]) == 1
+        else (None,)
+    )
+    if wait is None or wait.target not in (_WAIT, _WAIT.overloadpacket) or wait.args[0] not in given:
+        return None
+    (results, _), gradients = _returned(forward), _returned(backward)
+    (gradient, *_) = backward.graph.find_nodes(op="placeholder")
+    own = tuple(gradient if n is wait.args[0] else None for n in given)
+    same = results == (wait,) and (gradients if isinstance(gradients, tuple) else (gradients,)) == own
+    return given.index(wait.args[0]) if same else None
+
+
+def _returned(gm: fx.GraphModule) -> Any:
+    (output,) = gm.graph.find_nodes(op="output")
+    return output.args[0]
 
 
 def _memory(t: torch.Tensor) -> StorageWeakRef:

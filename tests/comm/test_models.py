@@ -140,6 +140,47 @@ def exchanged(rank: int, world: int, implementation: str) -> Any:
     return all(site.fused for site in sites), {site.comm.partition("; ")[2] for site in sites}, len(kinds)
 
 
+def trained(rank: int, world: int, options: dict[str, Any]) -> list[bool]:
+    """Whether the layer is a node, graph by graph. Gradients are those of one process that has all tokens."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    whole, block = (qwen3_block(SIZES, experts="grouped_mm")[0].requires_grad_() for _ in range(2))
+    mesh = init_device_mesh("cpu", (world, 1), mesh_dim_names=("ep", "tp"))
+    plan = {f"experts.{name}": "grouped_gemm" for name in ("gate_up_proj", "down_proj")}
+    plan["experts"] = "ep_dispatch_experts"
+    apply_expert_parallelism(block, mesh["ep"], mesh["tp"], plan, "all_to_all")
+    run = moefuse.compile(block, fullgraph=True, dynamic=True, inner="eager", ep_max_tokens=64, **options)
+    for step, counts in enumerate(BATCHES):
+        if step:  # all tokens choose the same two experts: nothing comes to the other rank
+            torch.nn.init.zeros_(whole.gate.weight)
+            torch.nn.init.zeros_(block.gate.weight)
+        generator = torch.Generator().manual_seed(step)
+        every = [torch.randn(1, count, SIZES.hidden, generator=generator) for count in counts]
+        own, of_all = every[rank].clone().requires_grad_(), torch.cat(every, 1).requires_grad_()
+        results = run(own), whole(of_all)
+        for module, y in zip((block, whole), results, strict=True):
+            module.zero_grad()
+            y.square().sum().backward()
+        start = sum(counts[:rank])
+        mine = slice(start, start + counts[rank])
+        pairs = [(results[0], results[1][:, mine]), (own.grad, of_all.grad[:, mine])]
+        for name in ("gate_up_proj", "down_proj"):
+            grads = [getattr(module.experts, name).grad for module in (block, whole)]
+            pairs.append((grads[0].to_local(), grads[1].chunk(world)[rank]))
+        for got, expected in pairs:
+            # float32 sums of some tens of products of size 1, in another order
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=5e-5)
+    return [site.fused for report in moefuse.reports() for site in report.sites]
+
+
+@pytest.mark.parametrize("options", [{}, {"exclude": ["*"]}])
+def test_transformers_exchange_trains(options) -> None:
+    """As a node, and in one graph without one."""
+    for fused in values(run_ranks(WORLD, trained, options, timeout=180)):
+        assert set(fused) == {not options}
+
+
 def test_rows_of_batches_of_their_own_travel_in_the_node() -> None:
     """The branch on received rows breaks the graph otherwise; the model is as it was after each call."""
     absorbed = {"absorbed: 3 all_to_all_single"}

@@ -56,7 +56,7 @@ def test_exchanges_are_changed_for_a_call_and_changed_back() -> None:
     assert type(one) is AllToAllEP
 
 
-def test_with_gradients_and_without_a_trace_it_is_the_original() -> None:
+def test_of_experts_that_loop_with_gradients_and_without_a_trace_it_is_the_original() -> None:
     """A straight line would leave the experts' weights without a gradient on a rank to which no row comes."""
 
     class Known:

@@ -183,6 +183,59 @@ def test_an_own_backward_is_refused_in_training_and_captured_in_inference() -> N
         compare(lambda a: StraightThrough.apply(a * 2), x())
 
 
+class Wait(torch.autograd.Function):
+    """What people write around a wait that had no derivative once."""
+
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor) -> torch.Tensor:
+        return torch.ops._c10d_functional.wait_tensor(a)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+class OtherGradient(Wait):
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * 2
+
+
+class NoGradient(Wait):
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None
+
+
+class MoreThanAWait(Wait):
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor) -> torch.Tensor:
+        return torch.ops._c10d_functional.wait_tensor(a).round()
+
+
+class OfTwo(Wait):
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return torch.ops._c10d_functional.wait_tensor(b)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+def test_a_wait_with_the_gradient_of_a_wait_is_one() -> None:
+    compare(lambda a, b: Wait.apply(a @ b) * 2, x(), w())
+
+
+@pytest.mark.parametrize("function", [OtherGradient, NoGradient, MoreThanAWait])
+def test_any_other_gradient_of_a_wait_is_refused(function: type[torch.autograd.Function]) -> None:
+    refused(lambda a: function.apply(a * 2), x(), match="autograd_function_apply")
+
+
+def test_the_gradient_of_another_argument_is_refused() -> None:
+    refused(lambda a: OfTwo.apply(a * 2, a + 1), x(), match="autograd_function_apply")
+
+
 def test_cond_is_refused_in_training_and_captured_in_inference() -> None:
     def fn(a: torch.Tensor, b: torch.Tensor) -> Any:
         return torch.cond(a.sum() > 0, lambda p, q: p @ q, lambda p, q: (p @ q).sin(), (a, b))
