@@ -5,7 +5,6 @@ import json
 import os
 import re
 import sys
-import threading
 import time
 from dataclasses import replace
 
@@ -148,13 +147,12 @@ def test_what_a_kernel_keeps_for_itself_is_told(monkeypatch):
     assert any("theirs keeps" in note for note in show.notes([row], {}))
 
 
-def test_the_next_contestant_waits_for_threads_that_spin():
-    end = time.perf_counter() + 0.1
-    spinning = threading.Thread(target=lambda: all(time.perf_counter() < end for _ in itertools.count()))
-    spinning.start()
+def test_the_next_contestant_waits_for_threads_that_spin(monkeypatch):
+    used, naps = itertools.accumulate([0.0, *[run._NAP, 0.0] * 4, *[0.0] * 100]), []
+    monkeypatch.setattr(time, "process_time", lambda: next(used))  # another thread's: full naps, then none
+    monkeypatch.setattr(time, "sleep", naps.append)
     run._wait_until_idle()
-    assert time.perf_counter() >= end - 0.01
-    spinning.join()
+    assert naps == [run._NAP] * 5, "four in which something computed, and a quiet one"
 
 
 def test_layers_leave_memory_for_the_contestants_copies(monkeypatch):
