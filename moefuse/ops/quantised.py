@@ -10,6 +10,7 @@ In: the rows that one expert receives and that expert's tensors. Out: its rows. 
     w8a16, w4a16  h1 = x @ W1 + b1
     mxfp8, mxfp4  h1 = mx(x) @ mx(W1): rows and weights in blocks of 32 inputs, see mx.py
     mxfp4a8       the same with float4 weights and float8_e4m3fn rows
+    mxfp4a16      h1 = x @ mx(W1)
     a    = activation(g, u)
     h2   = the same of a, W2, b2
 
@@ -20,7 +21,7 @@ else to `hidden_dtype`, h2 to `rows_dtype`; None is the dtype of x. Sums over in
 A weight is int8, or int32 with eight int4 values, of neighbouring output features, the first one in the lowest bits. A
 scale is a float, or an int64 whose low word holds the bits of a float32.
 
-Of mxfp8 a weight is float8_e4m3fn or float8_e5m2, and rows become what it is; of mxfp4 and mxfp4a8 two float4_e2m1 of
+Of mxfp8 a weight is float8_e4m3fn or float8_e5m2, and rows become what it is; of mxfp4* two float4_e2m1 of
 neighbouring inputs lie in a byte. Scales are float8_e8m0fnu, or uint8 with their bits, in pairs: [E, N, C / 64, 2]
 beside a weight [E, N, C], [E, C / 64, N, 2] beside [E, C, N], for C inputs, a multiple of 64; no biases.
 """
@@ -45,6 +46,7 @@ SCHEMES: dict[str, tuple[int, int]] = {
     "mxfp8": (8, 8),
     "mxfp4": (4, 4),
     "mxfp4a8": (4, 8),
+    "mxfp4a16": (4, 0),
 }
 """(bits of the weights, bits of the rows; 0: floats)."""
 
@@ -52,8 +54,9 @@ BLOCKS: dict[str, tuple[tuple[torch.dtype, ...], torch.dtype | None]] = {
     "mxfp8": ((torch.float8_e4m3fn, torch.float8_e5m2), None),
     "mxfp4": (mx.FLOAT4, torch.float4_e2m1fn_x2),
     "mxfp4a8": (mx.FLOAT4, torch.float8_e4m3fn),
+    "mxfp4a16": (mx.FLOAT4, None),
 }
-"""Of schemes in MX blocks: (dtypes of the weights, elements of the rows, None: what the weight is)."""
+"""Of schemes in MX blocks: (dtypes of the weights, elements of the rows; None: what the weight is, or floats)."""
 
 
 class Quantisation(NamedTuple):
@@ -228,9 +231,10 @@ def _per_input(values: Tensor, inputs: int) -> Tensor:
 def linear(rows: Tensor, layer: QuantLinear, scheme: str, dtype: torch.dtype) -> Tensor:
     """[n, N] in `dtype` of rows [n, C]: one GEMM of the module text, summed in float64."""
     if scheme in BLOCKS:
-        elements = BLOCKS[scheme][1] or layer.weight.dtype
-        y = mx.rounded(rows, elements) @ mx.matrix(layer.weight, layer.scale, layer.transposed)
-        return y.to(dtype)
+        left = rows.double()
+        if SCHEMES[scheme][1]:
+            left = mx.rounded(rows, BLOCKS[scheme][1] or layer.weight.dtype)
+        return (left @ mx.matrix(layer.weight, layer.scale, layer.transposed)).to(dtype)
     _, row_bits = SCHEMES[scheme]
     weight = layer.weight.t() if layer.transposed else layer.weight
     matrix = (unpacked(weight) if weight.dtype == torch.int32 else weight).double()

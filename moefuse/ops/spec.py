@@ -48,7 +48,7 @@ tensors, gate then up; none: a plain expert without gate (N = I).
 WeightPosition = Literal["output", "mid", "input"]
 """Where the routing weight multiplies: after the second GEMM, between the GEMMs, or on the token row."""
 
-Quant = Literal["none", "w8a8", "w4a8", "w4a4", "w8a16", "w4a16", "mxfp8", "mxfp4", "mxfp4a8"]
+Quant = Literal["none", "w8a8", "w4a8", "w4a4", "w8a16", "w4a16", "mxfp8", "mxfp4", "mxfp4a8", "mxfp4a16"]
 """How the expert GEMMs are quantised: bits of the weights, then of the rows (16: rows are floats); mx: by blocks."""
 
 RowNorm = Literal["none", "rms", "scaled_rms"]

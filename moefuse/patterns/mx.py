@@ -85,7 +85,8 @@ def flat(scales: Fact) -> Fact:
 
 def is_e8m0(scale: Node, number: int | None) -> bool:
     """True for scales of blocks: by what the operator's argument says of them, or by their dtype."""
-    return number == E8M0 or (number is None and value(scale).dtype == torch.float8_e8m0fnu)
+    stored: torch.dtype = value(scale).dtype
+    return stored.itemsize == 1 and (number == E8M0 or (number is None and stored == torch.float8_e8m0fnu))
 
 
 def elements_of(tensor: Node, number: int | None) -> torch.dtype:
@@ -100,13 +101,16 @@ def elements_of(tensor: Node, number: int | None) -> torch.dtype:
 def block_product(
     node: Node,
     rows: tuple[Fact, Node],
-    row_scale: tuple[Fact, Node],
+    row_scale: tuple[Fact, Node] | None,
     weight: tuple[Fact, torch.dtype],
     scale: Fact,
     groups: Offs | Count,
     dtype: torch.dtype,
 ) -> Fact:
-    """The product of rows and weights in MX formats as a `QuantDot`, rounded to dtype; weight: with its elements."""
+    """The product of rows and weights in MX formats as a `QuantDot`, rounded to dtype.
+
+    row_scale: None for rows of floats. weight: with its elements.
+    """
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise Conflict(f"a grouped GEMM with scales of blocks is rounded to {dtype}")
     x, x_node = rows
@@ -116,7 +120,7 @@ def block_product(
     if len(scale.dims) != 4 or not isinstance(scale.expr, Leaf | Table):
         raise Conflict("the scales of a weight's blocks are not [experts, K / 64, N, 2]")
     order, key = row_order(x, groups.ids, x_node)
-    whole = _by_block(x, *row_scale)
+    whole = x if row_scale is None else _by_block(x, *row_scale)
     weights = _unpacked(weights, elements, group_size(whole.dims[1]))
     (expert,) = weights.dims[0] if len(weights.dims[0]) == 1 else (None,)
     if not isinstance(expert, Axis) or not sizes.same(expert.size, group_size(groups.at)):

@@ -36,7 +36,7 @@ def npu_grouped_matmul_swiglu_quant(lift: Lifting, node: Node) -> Outcome:
     blocks = options.get("dequant_mode") == options.get("quant_mode") == 2
     if not blocks:
         demand_rules(options)
-    for name in ("bias", "offset", "smooth_scale"):
+    for name in ("bias", "offset", "smooth_scale", *(("weight_assist_matrix",) if blocks else ())):
         if options.get(name) is not None:
             raise Conflict(f"a grouped GEMM with activation and quantisation, and {name}")
     modes = [options.get(name, default) for name, default in _FUSED_DEFAULTS.items()]

@@ -37,7 +37,7 @@ from moefuse.patterns.hidden_states_quant import (
     stored,
     unpacked_rows,
 )
-from moefuse.patterns.mx import block_product, elements_of, is_e8m0
+from moefuse.patterns.mx import E8M0, ELEMENTS, block_product, elements_of, is_e8m0
 from moefuse.patterns.quantised import INT4, Dequant, QuantDot, Quantised
 from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
 from moefuse.patterns.unify import Unifier, bind
@@ -71,6 +71,7 @@ def npu_grouped_matmul(lift: Lifting, node: Node) -> Outcome:
     options: dict[str, Any] = dict(node.kwargs)
     per_row = options.get("per_token_scale")
     blocks = per_row is not None and is_e8m0(per_row[0], options.get("per_token_scale_dtype"))
+    blocks |= per_row is None and options.get("weight_dtype") in ELEMENTS
     if not blocks:
         demand_rules(options)
     for name, (default, allowed) in _PLAIN_OPTIONS.items():
@@ -220,25 +221,31 @@ def of_blocks(
     options: dict[str, Any],
     dtype: torch.dtype,
 ) -> Fact:
-    """A product in MX formats. The weights' scales may come as antiquant_scale, as bytes."""
+    """A product with weights in MX formats, of rows in one or of floats. antiquant_scale holds bytes."""
     demand_rules(options, BLOCK_DTYPES)
     for name in ("bias", "antiquant_offset"):
         if options.get(name):
             raise Conflict(f"a grouped GEMM with scales of blocks, and {name}")
     given = [options[name] for name in ("scale", "antiquant_scale") if options.get(name)]
     if len(given) != 1:
-        raise Conflict("a grouped GEMM with scales of its rows' blocks, and not one of its weights' blocks")
+        raise Conflict("a grouped GEMM in MX formats with no scales of its weights' blocks, or with two")
     ((first, *_),) = given
-    late = bool(options.get("antiquant_scale")) and value(first).dtype == torch.uint8
-    if not late and not is_e8m0(first, options.get("scale_dtype")):
-        raise Conflict("a grouped GEMM with scales of its rows' blocks, and other scales of its weights")
-    (row_scale,) = options["per_token_scale"]
-    elements_of(x, options.get("x_dtype"))
+    late = bool(options.get("antiquant_scale"))
+    if not is_e8m0(first, E8M0 if late else options.get("scale_dtype")):
+        raise Conflict("a grouped GEMM in MX formats with other scales of its weights")
+    (row_scale,) = options.get("per_token_scale") or (None,)
+    if row_scale is not None:
+        elements_of(x, options.get("x_dtype"))
+    elif (
+        value(x).dtype not in (torch.bfloat16, torch.float16, torch.float32)
+        or options.get("x_dtype") is not None
+    ):
+        raise Conflict(f"a grouped GEMM of {value(x).dtype} rows without scales, and weights in MX format")
     weight = _of_experts(lift, weights), elements_of(weights[0], options.get("weight_dtype"))
     return block_product(
         node,
         (lift.fact(x), x),
-        (lift.fact(row_scale), row_scale),
+        None if row_scale is None else (lift.fact(row_scale), row_scale),
         weight,
         _of_experts(lift, given[0]),
         groups,

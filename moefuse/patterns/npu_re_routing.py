@@ -65,11 +65,9 @@ def _moved(rows: Fact, order: Group) -> Fact:
 
 
 def _scales(lift: Lifting, node: Node, arrived: Arrived, order: Group) -> Fact:
-    """Scales that came with the rows. Raises Conflict for others."""
+    """Scales that came with the rows, one each or one per block of each. Raises Conflict for others."""
     fact, unifier = lift.fact(node), Unifier()
-    if len(fact.dims) != 1:
-        raise Conflict(
-            "rows are put in order by expert (npu_moe_re_routing) with more than one scale each", node
-        )
+    if not fact.dims:
+        raise Conflict("rows are put in order by expert (npu_moe_re_routing) with one scale for all", node)
     unifier.unify((arrived,), fact.dims[0])
-    return Fact(unifier.expr(fact.expr), (unifier.resolve(order),))
+    return Fact(unifier.expr(fact.expr), tuple(unifier.resolve(group) for group in (order, *fact.dims[1:])))

@@ -65,6 +65,7 @@ _BLOCKS = {
     ("float8_e5m2", "float8_e5m2"): "mxfp8",
     ("float4_e2m1fn_x2", "float4_e2m1fn_x2"): "mxfp4",
     ("float8_e4m3fn", "float4_e2m1fn_x2"): "mxfp4a8",
+    ("float", "float4_e2m1fn_x2"): "mxfp4a16",
 }
 """Schemes of MX blocks, by (rows, weights)."""
 

@@ -97,8 +97,13 @@ def view(lift: Lifting, node: Node) -> Outcome:
         if fact.expr.hard:
             raise Conflict("the bits of expert rows are taken for another dtype")
         return None
-    dims, binding = regroup(fact.dims, value(node).shape)
-    return Fact(bind(fact.expr, binding), tuple(bind_group(group, binding) for group in dims))
+    before, shape = value(argument(node, 0)).shape, value(node).shape
+    # A dispatch over ranks gives a tensor of more rows than there are slots: whole rows alone are left as they lie.
+    room = bool(fact.dims) and fact.sorted and not sizes.same(group_size(fact.dims[0]), before[0])
+    kept = 1 if room and len(shape) and sizes.same(before[0], shape[0]) else 0
+    dims, binding = regroup(fact.dims[kept:], shape[kept:])
+    every = (*fact.dims[:kept], *dims)
+    return Fact(bind(fact.expr, binding), tuple(bind_group(group, binding) for group in every))
 
 
 @rule("aten::clone", "aten::alias", "aten::contiguous", "aten::lift_fresh_copy", "aten::copy")

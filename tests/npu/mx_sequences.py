@@ -69,26 +69,44 @@ def by_steps(number: int, mode: int = -1) -> Layer:
     return layer
 
 
-def mxfp8_fused_first_product(
-    x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor, s13: Tensor, s2: Tensor
-) -> Tensor:
+def fused_first_product(mode: int, number: int) -> Layer:
     """vllm-ascend: the first product, activation and quantisation in one operator, by running counts."""
+
+    def layer(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor, s13: Tensor, s2: Tensor) -> Tensor:
+        routing, ids = route(logits)
+        rows, row_idx, counts, scales = dispatch(x, ids, quant_mode=mode)
+        a, a_scales = npu.npu_grouped_matmul_swiglu_quant_v2(
+            rows,
+            [w13],
+            [s13],
+            paired(scales),
+            counts.cumsum(0),
+            dequant_mode=2,
+            quant_mode=2,
+            dequant_dtype=6,
+            quant_dtype=number,
+            weight_scale_dtype=E8M0,
+            x_scale_dtype=E8M0,
+            x_dtype=FLOAT4 if rows.dtype == torch.uint8 else None,
+            weight_dtype=FLOAT4 if w13.dtype == torch.uint8 else None,
+        )
+        late = {"scale": None, "scale_dtype": None, "antiquant_scale": [s2]}
+        mixed = a.dtype != torch.uint8 and w2.dtype == torch.uint8
+        y = gmm(a, a_scales, w2, s2, counts, **(late if mixed else {}))
+        return npu.npu_moe_token_unpermute(y, row_idx.abs(), routing.to(x.dtype))
+
+    return layer
+
+
+def mxfp4a16(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor, s13: Tensor, s2: Tensor) -> Tensor:
+    """vllm-ascend W4A16 MXFP: rows stay bfloat16."""
     routing, ids = route(logits)
-    rows, row_idx, counts, scales = dispatch(x, ids, quant_mode=3)
-    a, a_scales = npu.npu_grouped_matmul_swiglu_quant_v2(
-        rows,
-        [w13],
-        [s13],
-        paired(scales),
-        counts.cumsum(0),
-        dequant_mode=2,
-        quant_mode=2,
-        dequant_dtype=6,
-        quant_dtype=E4M3,
-        weight_scale_dtype=E8M0,
-        x_scale_dtype=E8M0,
+    rows, row_idx, counts, _ = dispatch(x, ids, quant_mode=-1)
+    given = {"group_list": counts, "group_list_type": 1, "group_type": 0, "split_item": 2}
+    (h,) = npu.npu_grouped_matmul([rows], [w13], antiquant_scale=[s13], weight_dtype=FLOAT4, **given)
+    (y,) = npu.npu_grouped_matmul(
+        [npu.npu_swiglu(h)], [w2], antiquant_scale=[s2], weight_dtype=FLOAT4, **given
     )
-    y = gmm(a, a_scales, w2, s2, counts)
     return npu.npu_moe_token_unpermute(y, row_idx.abs(), routing.to(x.dtype))
 
 
@@ -144,7 +162,7 @@ def mxfp4a8(x: Tensor, logits: Tensor, w13: Tensor, w2: Tensor, s13: Tensor, s2:
 
 
 class Case(NamedTuple):
-    """A sequence with its scheme, the numbers of the weights' elements and of the rows', and its activation."""
+    """A sequence, its scheme, the numbers of the weights' elements and the rows' (0: floats), and its activation."""
 
     layer: Layer
     scheme: str
@@ -162,11 +180,21 @@ CASES: dict[str, Case] = {
     "mxfp8_by_steps": Case(by_steps(E4M3), "mxfp8", E4M3, E4M3),
     "mxfp8_init_routing": Case(by_steps(E4M3, 3), "mxfp8", E4M3, E4M3),
     "mxfp8_e5m2": Case(by_steps(E5M2, 2), "mxfp8", E5M2, E5M2),
-    "mxfp8_fused_first_product": Case(mxfp8_fused_first_product, "mxfp8", E4M3, E4M3),
+    "mxfp8_fused_first_product": Case(fused_first_product(3, E4M3), "mxfp8", E4M3, E4M3),
     "mxfp8_swiglustep": Case(mxfp8_swiglustep, "mxfp8", E4M3, E4M3, "swiglustep"),
     "mxfp8_listed": Case(mxfp8_listed, "mxfp8", E4M3, E4M3),
     "mxfp8_as_stored": Case(mxfp8_as_stored, "mxfp8", E4M3, E4M3),
     "mxfp4_by_steps": Case(by_steps(FLOAT4), "mxfp4", FLOAT4, FLOAT4),
     "mxfp4_init_routing": Case(by_steps(FLOAT4, 9), "mxfp4", FLOAT4, FLOAT4),
+    "mxfp4_fused_first_product": Case(fused_first_product(9, FLOAT4), "mxfp4", FLOAT4, FLOAT4),
     "mxfp4a8": Case(mxfp4a8, "mxfp4a8", FLOAT4, E4M3),
+    "mxfp4a16": Case(mxfp4a16, "mxfp4a16", FLOAT4, 0),
 }
+
+REFUSED: dict[str, tuple[Case, str]] = {
+    "mxfp4_then_float8": (
+        Case(fused_first_product(9, E4M3), "", FLOAT4, FLOAT4),
+        "the expert GEMMs are quantised as mxfp4, mxfp4a8: not all alike",
+    ),
+}
+"""Sequences that mega_moe.quant has no scheme for, and the reason."""

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moefuse.testing import fake_ep_group
+from tests.npu import mx_sequences
+from tests.npu.mx_sequences import E4M3, paired
 from tests.npu.quant_sequences import INT32, Weights, encoded, gmm, second
 from tests.npu.sequences import E, mlp, npu, route
 
@@ -49,8 +51,24 @@ def w4a16(rows: Tensor, scales: Tensor | None, counts: Tensor, tensors: tuple[Te
     return gmm(npu.npu_swiglu(h), w.w2, counts, antiquant_scale=[w.s2], antiquant_offset=[w.o2])
 
 
-MLPS: dict[str, Mlp] = {"bf16": floats, "w8a8": w8a8, "w4a8": w4a8, "w4a16": w4a16}
+def mxfp8(rows: Tensor, scales: Tensor | None, counts: Tensor, tensors: tuple[Tensor, ...]) -> Tensor:
+    w13, w2, s13, s2 = tensors
+    if scales is None:  # of a dispatch that doesn't quantise so
+        rows, scales = npu.npu_dynamic_mx_quant(rows, dst_type=E4M3)
+    h = npu.npu_swiglu(mx_sequences.gmm(rows, paired(scales), w13, s13, counts))
+    return mx_sequences.gmm(*npu.npu_dynamic_mx_quant(h, dst_type=E4M3), w2, s2, counts)
+
+
+MLPS: dict[str, Mlp] = {"bf16": floats, "w8a8": w8a8, "w4a8": w4a8, "w4a16": w4a16, "mxfp8": mxfp8}
 ROWS_OF_INTEGERS = ("w8a8", "w4a8")
+ROUTED = {"w8a8": 1, "w4a8": 1, "mxfp8": 3}
+"""quant_mode of the init routing."""
+SENT: dict[str, dict[str, int]] = {
+    "w8a8": {"quant_mode": 2},
+    "w4a8": {"quant_mode": 2},
+    "mxfp8": {"quant_mode": 4, "y_dtype": E4M3},
+}
+"""How the dispatch quantises; its first version has no y_dtype."""
 
 
 def allgather(x: Tensor, logits: Tensor, *tensors: Tensor, scheme: str = "bf16") -> Tensor:
@@ -64,9 +82,9 @@ def allgather(x: Tensor, logits: Tensor, *tensors: Tensor, scheme: str = "bf16")
         expert_tokens_num_type=1,
         expert_tokens_num_flag=True,
         active_expert_range=[FIRST, FIRST + LOCAL],
-        quant_mode=1 if scheme in ROWS_OF_INTEGERS else -1,
+        quant_mode=ROUTED.get(scheme, -1),
     )
-    y = MLPS[scheme](rows, scales, counts, tensors)
+    y = MLPS[scheme](rows, scales if scheme in ROUTED else None, counts, tensors)
     return npu.npu_moe_token_unpermute(y, row_idx.abs(), routing.to(x.dtype))
 
 
@@ -80,7 +98,7 @@ def without_shell(x: Tensor, logits: Tensor, *tensors: Tensor, scheme: str = "bf
         expert_tokens_num_type=1,
         expert_tokens_num_flag=True,
         active_expert_range=[FIRST, FIRST + LOCAL],
-        quant_mode=1 if scheme in ROWS_OF_INTEGERS else -1,
+        quant_mode=ROUTED.get(scheme, -1),
     )
     y = MLPS[scheme](rows, scales, counts, tensors)
     return npu.npu_moe_finalize_routing(
@@ -91,22 +109,22 @@ def without_shell(x: Tensor, logits: Tensor, *tensors: Tensor, scheme: str = "bf
 def mc2(x: Tensor, logits: Tensor, *tensors: Tensor, scheme: str = "bf16") -> Tensor:
     """vllm-ascend, SGLang: dispatch and combine over the ranks, each one operator."""
     routing, ids = route(logits)
-    mode = 2 if scheme in ROWS_OF_INTEGERS else 0
+    sent = SENT.get(scheme, {})
     rows, scales, where, counts, received, _, _ = npu.npu_moe_distribute_dispatch_v2(
-        x, ids, GROUP, WORLD, RANK, E, quant_mode=mode
+        x, ids, GROUP, WORLD, RANK, E, **sent
     )
-    y = MLPS[scheme](rows, scales, counts, tensors)
+    y = MLPS[scheme](rows, scales if sent else None, counts, tensors)
     return npu.npu_moe_distribute_combine_v2(y, ids, where, received, routing, GROUP, WORLD, RANK, E)
 
 
 def mc2_older(x: Tensor, logits: Tensor, *tensors: Tensor, scheme: str = "bf16") -> Tensor:
     """The first versions of both operators."""
     routing, ids = route(logits)
-    mode = 2 if scheme in ROWS_OF_INTEGERS else 0
+    sent = {} if scheme == "mxfp8" else SENT.get(scheme, {})
     rows, scales, index, counts, received, _, _ = npu.npu_moe_distribute_dispatch(
-        x, ids, GROUP, WORLD, RANK, E, quant_mode=mode
+        x, ids, GROUP, WORLD, RANK, E, **sent
     )
-    y = MLPS[scheme](rows, scales, counts, tensors)
+    y = MLPS[scheme](rows, scales if sent else None, counts, tensors)
     return npu.npu_moe_distribute_combine(y, ids, index, received, routing, GROUP, WORLD, RANK, E)
 
 
@@ -128,15 +146,18 @@ def alltoall(x: Tensor, logits: Tensor, *tensors: Tensor, scheme: str = "bf16") 
 
 
 def alltoall_sent_quantised(x: Tensor, logits: Tensor, *tensors: Tensor, scheme: str = "bf16") -> Tensor:
-    """The same with rows quantised before they travel: int8 and a scale each go to the other ranks."""
+    """The same with rows quantised before they travel: int8 or MX blocks, and their scales, go to the other ranks."""
     routing, ids = route(logits)
     rows, row_idx = npu.npu_moe_token_permute(x, ids)
     counts = histogram(ids)
     arrived = exchange(counts, [LOCAL] * WORLD, [LOCAL] * WORLD).view(WORLD, LOCAL)
     sent, received = (lengths(runs.sum(1)) for runs in (counts.view(WORLD, LOCAL), arrived))
     scales = None
-    if scheme in ROWS_OF_INTEGERS:
-        rows, scales = npu.npu_dynamic_quant(rows)
+    if scheme in ROUTED:
+        by_blocks = scheme == "mxfp8"
+        rows, scales = (
+            npu.npu_dynamic_mx_quant(rows, dst_type=E4M3) if by_blocks else npu.npu_dynamic_quant(rows)
+        )
         scales = exchange(scales, received, sent)
     rows = exchange(rows, received, sent)
     rows, scales, order, counts = npu.npu_moe_re_routing(rows, arrived, per_token_scales=scales)

@@ -16,16 +16,13 @@ from torch.fx import GraphModule
 from moefuse.passes.lift import find
 from moefuse.patterns.engine import lift
 from moefuse.testing import capture_graph
-from tests.npu import shells
+from tests.npu import mx_sequences, shells
 from tests.npu.quant_sequences import CASES, weights
 from tests.npu.sequences import SEQUENCES, E
 
 PAGE = Path(__file__).parents[2] / "docs" / "ascend-sequences.md"
 BEGIN, END = "<!-- table -->", "<!-- /table -->"
 T, H, I = 8, 16, 32  # noqa: E741
-MX = 293
-"""The number of float8_e8m0 in the schemas: the scales of the MX formats."""
-
 Graph = Callable[[], GraphModule]
 
 
@@ -38,6 +35,9 @@ def operands(scheme: str, experts: int = E) -> tuple[Any, ...]:
     x, logits = draw(T, H).bfloat16(), draw(T, E)
     if scheme == "bf16":
         return x, logits, draw(experts, H, 2 * I).bfloat16(), draw(experts, I, H).bfloat16()
+    if scheme.startswith("mx"):
+        wide = draw(T, mx_sequences.H).bfloat16()
+        return (wide, logits, *(tensor[:experts] for tensor in mx_sequences.weights(mx_sequences.E4M3)))
     return (x, logits, *(tensor[:experts] for tensor in weights(scheme, 1, 0, H, I)))
 
 
@@ -45,16 +45,10 @@ def plain(name: str) -> GraphModule:
     return capture_graph(SEQUENCES[name], operands("bf16")).graph_module
 
 
-def quantised(name: str, **changed: Any) -> GraphModule:
-    """A sequence; with arguments set that no kernel here has."""
-    case = CASES[name]
-    arguments = (*operands(case.scheme)[:2], *case.tensors)
-    graph_module = capture_graph(case.layer, arguments).graph_module
-    for node in graph_module.graph.nodes:
-        if changed and "grouped_matmul" in str(node.target):
-            node.kwargs = {**node.kwargs, **changed}
-            break
-    return graph_module
+def quantised(name: str) -> GraphModule:
+    case: Any = CASES.get(name) or mx_sequences.CASES.get(name) or mx_sequences.REFUSED[name][0]
+    scheme = "w8a8" if name in CASES else "mx"
+    return capture_graph(case.layer, (*operands(scheme)[:2], *case.tensors)).graph_module
 
 
 def shell(name: str, scheme: str) -> GraphModule:
@@ -78,7 +72,7 @@ def verdict(graph_module: GraphModule) -> str:
 
 
 def _of(*names: str) -> tuple[tuple[str, Graph], ...]:
-    return tuple((f"`{name}`", partial(quantised if name in CASES else plain, name)) for name in names)
+    return tuple((f"`{name}`", partial(plain if name in SEQUENCES else quantised, name)) for name in names)
 
 
 ROWS: tuple[tuple[str, str, tuple[tuple[str, Graph], ...]], ...] = (
@@ -88,11 +82,8 @@ ROWS: tuple[tuple[str, str, tuple[tuple[str, Graph], ...]], ...] = (
     ("SGLang", "W4A4", _of("w4a4")),
     ("SGLang", "W4A8", _of("w4a8", "w4a8_groups")),
     ("SGLang", "W4A16, WNA16", _of("w4a16", "w4a16_groups", "w8a16")),
-    (
-        "SGLang",
-        "MXFP8, MXFP4",
-        (("`scale_dtype=float8_e8m0`", partial(quantised, "w8a8_swiglu_dynamic_quant", scale_dtype=MX)),),
-    ),
+    ("SGLang", "MXFP8", _of("mxfp8_by_steps", "mxfp8_e5m2", "mxfp8_listed", "mxfp8_as_stored")),
+    ("SGLang", "MXFP4", _of("mxfp4_by_steps")),
     (
         "SGLang",
         "activation variants",
@@ -116,16 +107,12 @@ ROWS: tuple[tuple[str, str, tuple[tuple[str, Graph], ...]], ...] = (
     ("vllm-ascend", "W8A8, int32 product", _of("w8a8_integer_product", "w8a8_listed", "w8a8_transposed")),
     ("vllm-ascend", "W4A8, fused gmm1", _of("w4a8_fused_first_product")),
     ("vllm-ascend", "W4A16", _of("w4a16")),
-    (
-        "vllm-ascend",
-        "MXFP8, fused gmm1",
-        (
-            (
-                "`dequant_mode=2, quant_mode=2`",
-                partial(quantised, "w8a8_fused_first_product", dequant_mode=2, quant_mode=2),
-            ),
-        ),
-    ),
+    ("vllm-ascend", "MXFP8, fused gmm1", _of("mxfp8_fused_first_product")),
+    ("vllm-ascend", "MXFP8, swiglustep", _of("mxfp8_init_routing", "mxfp8_swiglustep")),
+    ("vllm-ascend", "W4A8 MXFP", _of("mxfp4a8")),
+    ("vllm-ascend", "W4A4 MXFP", _of("mxfp4_init_routing", "mxfp4_fused_first_product")),
+    ("vllm-ascend", "W4A16 MXFP", _of("mxfp4a16")),
+    ("any", "A4W4-FP: float4, then float8 rows", _of("mxfp4_then_float8")),
     ("vllm-ascend", "group lists", _of("cumulative", "counts_summed_up", "counts_from_ends")),
     ("vllm-ascend", "bf16, weights between the products", _of("weights_between")),
     ("xLLM", "W8A8, fused gmm1", _of("w8a8_fused_first_product")),

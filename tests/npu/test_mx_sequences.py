@@ -11,7 +11,7 @@ from moefuse.patterns.engine import lift
 from moefuse.patterns.words import words
 from moefuse.policy import decide
 from moefuse.testing import capture_graph
-from tests.npu.mx_sequences import CASES, Case, H, I
+from tests.npu.mx_sequences import CASES, REFUSED, Case, H, I
 from tests.npu.sequences import E, K, route
 from tests.npu.test_mx_kernels import block, meant
 
@@ -20,7 +20,7 @@ fuse = partial(moefuse.fuse, options={"target": "reference"})
 WRITTEN_OUT = 2e-2
 """Norm-wise, where the graph rounds within its activation: its steps in bfloat16 are off by up to 2^-9 each, which
 moves elements by a step of 2^-4. Elsewhere fused and unfused are equal bit by bit."""
-LOOP = {"mxfp8": 2e-2, "mxfp4a8": 2e-2, "mxfp4": 5e-2}
+LOOP = {"mxfp8": 2e-2, "mxfp4a8": 2e-2, "mxfp4a16": 2e-2, "mxfp4": 5e-2}
 """Norm-wise against the float64 loop, which rounds nothing to bfloat16: an element may round the other way, by 2^-4 of
 itself with float8, 2^-2 with float4."""
 
@@ -66,8 +66,8 @@ def loop(case: Case, x: Tensor, logits: Tensor, *tensors: Tensor) -> Tensor:
 
     def gemm(row: Tensor, weight: Tensor, scales: Tensor, e: int) -> Tensor:
         lies = weight.transpose(1, 2)[e].contiguous(), scales.transpose(1, 2)[e].contiguous()
-        whole = []
-        for start in range(0, row.shape[0], 32):
+        whole = row.tolist() if not case.rows_as else []
+        for start in range(0, row.shape[0] if case.rows_as else 0, 32):
             exponent, elements = block(row[start : start + 32].tolist(), case.rows_as)
             whole += [element * 2.0**exponent for element in elements]
         matrix = torch.tensor(meant(*lies, case.weights_as), dtype=torch.float64)
@@ -79,6 +79,14 @@ def loop(case: Case, x: Tensor, logits: Tensor, *tensors: Tensor) -> Tensor:
             gate, up = gemm(x[t].double(), w13, s13, e).chunk(2)
             y[t] += float(routing[t, j]) * gemm(torch.nn.functional.silu(gate) * up, w2, s2, e)
     return y
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_sequence_without_a_scheme(name: str) -> None:
+    case, reason = REFUSED[name]
+    report = fuse(capture_graph(case.layer, (*inputs(5), *case.tensors)).graph_module).report
+    assert report.fused == 0
+    assert reason in report.sites[0].reason
 
 
 def test_the_cpu_target_refuses_by_name() -> None:

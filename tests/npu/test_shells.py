@@ -22,7 +22,7 @@ from moefuse.policy.npu import Conditions, decide_npu
 from moefuse.policy.spread import Terms
 from moefuse.testing import capture_graph, npu_reference_kernels
 from tests.comm.ranks import run_ranks, values
-from tests.npu import shells
+from tests.npu import mx_sequences, shells
 from tests.npu.loops import of_scheme
 from tests.npu.quant_sequences import H, I, weights
 from tests.npu.sequences import E, K, npu, route
@@ -48,6 +48,9 @@ def operands(scheme: str, experts: int = LOCAL) -> tuple[Tensor, ...]:
     if scheme == "bf16":
         w13, w2 = draw(experts, H, 2 * I) / H**0.5, draw(experts, I, H) / I**0.5
         return x, logits, w13.bfloat16(), w2.bfloat16()
+    if scheme == "mxfp8":
+        wide = draw(T, mx_sequences.H).bfloat16()
+        return (wide, logits, *(tensor[:experts] for tensor in mx_sequences.weights(mx_sequences.E4M3)))
     return (x, logits, *(tensor[:experts] for tensor in weights(scheme)))
 
 
@@ -226,6 +229,7 @@ ARGUMENTS: Sequence[tuple[str, str, Any, str]] = (
     ("dispatch_v2", "expert_scales", "x", "the dispatch takes the routing weights"),
     ("dispatch_v2", "scales", "x", "smooth scales"),
     ("dispatch_v2", "quant_mode", 4, "quantises with quant_mode=4"),
+    ("dispatch_v2", "y_dtype", 24, "with quant_mode=0 and y_dtype=24"),
     ("dispatch_v2", "shared_expert_rank_num", 1, "with shared_expert_rank_num=1"),
     ("dispatch_v2", "zero_expert_num", 1, "with zero_expert_num=1"),
     ("combine_v2", "shared_expert_x", "x", "adds a shared expert's rows"),

@@ -89,6 +89,7 @@ def grouped_matmul(
         float, float       x @ w + bias
         float, int8/int4   x @ ((w + antiquant_offset) * antiquant_scale) + bias
         MX, MX             (x * p) @ (w * s), or antiquant_scale as s: scales of type float8_e8m0 (see mx.py)
+        float, float4      x @ (w * antiquant_scale), which is of type float8_e8m0
         int8, int8         (x @ w + bias) * s * p with an int32 bias, x @ w * s * p + bias with a float one
         int8, int4         ((x - 8) @ (w * s) + bias) * p: bias makes up for the 8
         int4, int4         x @ (w * s) * p
@@ -110,15 +111,18 @@ def grouped_matmul(
         raise ValueError(f"{name}: group_list: expected a tensor with group_type=0, got None")
     rows, weights = x[0], _stacked(weight)
     assert weights is not None
-    if per_token_scale is not None and _e8m0(per_token_scale[0], per_token_scale_dtype):
+    row_blocks = per_token_scale is not None and _e8m0(per_token_scale[0], per_token_scale_dtype)
+    if row_blocks or weight_dtype == mx.FLOAT4:
         absent(name, bias=bias, antiquant_offset=antiquant_offset)
         beside = _stacked(scale or antiquant_scale)
         assert beside is not None
         only(name, "the scale's type", _e8m0(beside, scale_dtype) or not scale, True)
         elements = mx.elements_of(rows, x_dtype), mx.elements_of(weights, weight_dtype)
-        rows = mx.rows_of(rows, per_token_scale[0], elements[0])
+        if row_blocks:
+            assert per_token_scale is not None
+            rows, per_token_scale = mx.rows_of(rows, per_token_scale[0], elements[0]), None
         weights = mx.weights_of(weights, beside, elements[1], rows.shape[1])
-        scale = antiquant_scale = per_token_scale = None
+        scale = antiquant_scale = None
         x_dtype = weight_dtype = scale_dtype = per_token_scale_dtype = None
     for argument, dtype in (
         ("x_dtype", x_dtype),
@@ -149,7 +153,7 @@ def grouped_matmul(
     else:
         y = y * per_row
     y = _ACTIVATIONS[act_type or 0](y)
-    result = rows.dtype if output_dtype is None else _dtype(output_dtype)
+    result = x[0].dtype if output_dtype is None else _dtype(output_dtype)
     if result.is_floating_point:
         y = y.masked_fill(~used.unsqueeze(1), UNDEFINED)
     return [y.to(result)]
