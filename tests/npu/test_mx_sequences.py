@@ -22,7 +22,8 @@ WRITTEN_OUT = 2e-2
 moves elements by a step of 2^-4. Elsewhere fused and unfused are equal bit by bit."""
 LOOP = {0: 2e-2, E4M3: 2e-2, E5M2: 4e-2, FLOAT4: 1e-1}
 """Norm-wise against the float64 loop, which rounds nothing to bfloat16, by the rows' elements: one of the activation
-may round the other way, by 2^-4 of itself, 2^-3 or 2^-2. With another block's scale it's off by half of itself or more."""
+may round the other way, by 2^-4 of itself, 2^-3 or 2^-2. With another block's scale it's off by half of itself or
+more."""
 
 
 def inputs(tokens: int) -> tuple[Tensor, Tensor]:
