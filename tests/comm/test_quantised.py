@@ -8,8 +8,10 @@ from torch import Tensor
 
 import moefuse.targets  # noqa: F401  (registers the operators)
 from moefuse.comm import Capacity, ContextError, PeerError, context_for
-from moefuse.ops.quantised import SCHEMES
+from moefuse.ops.quantised import BLOCKS, SCHEMES
 from tests.comm.ranks import run_ranks, values
+from tests.npu import mx_sequences
+from tests.npu.mx_sequences import E4M3, FLOAT4
 from tests.npu.quant_sequences import E, H, K, weights
 
 TOKENS = (5, 0)
@@ -18,6 +20,11 @@ TOKENS = (5, 0)
 
 def lists(scheme: str, own: slice) -> dict[str, list[Tensor]]:
     """Some of the experts' tensors, by the names of the operator's arguments."""
+    if scheme in BLOCKS:
+        w13, w2, s13, s2 = mx_sequences.weights(E4M3 if scheme == "mxfp8" else FLOAT4)
+        names = ("weight1", "weight2", "weight_scales1", "weight_scales2")
+        mine = dict(zip(names, ([tensor[own]] for tensor in (w13, w2, s13, s2)), strict=True))
+        return mine | {name: [] for name in ("bias1", "bias2", "weight_offsets1", "weight_offsets2")}
     w = weights(scheme)
     offsets = scheme.endswith("a16")
     given: dict[str, list[Tensor]] = {
@@ -33,10 +40,15 @@ def lists(scheme: str, own: slice) -> dict[str, list[Tensor]]:
     return given
 
 
-def tokens(rank: int) -> tuple[Tensor, Tensor, Tensor]:
+def hidden(scheme: str) -> int:
+    """Features of a token."""
+    return mx_sequences.H if scheme in BLOCKS else H
+
+
+def tokens(rank: int, hidden: int = H) -> tuple[Tensor, Tensor, Tensor]:
     """x, ids, routing weights of one rank. One slot's expert is nowhere."""
     generator = torch.Generator().manual_seed(rank)
-    x = torch.randn(TOKENS[rank], H, generator=generator).bfloat16()
+    x = torch.randn(TOKENS[rank], hidden, generator=generator).bfloat16()
     routing, ids = torch.randn(TOKENS[rank], E, generator=generator).softmax(-1).topk(K)
     ids[:1, :1] = E
     return x, ids, routing
@@ -45,11 +57,13 @@ def tokens(rank: int) -> tuple[Tensor, Tensor, Tensor]:
 def over_ranks(rank: int, world: int, scheme: str, transport: Any) -> tuple[Tensor, Tensor]:
     """y of this rank's tokens, rows of each of its experts."""
     made = context_for(
-        None, Capacity(world, E, K, H, H, max(TOKENS), dtype=torch.bfloat16), transport=transport
+        None,
+        Capacity(world, E, K, hidden(scheme), hidden(scheme), max(TOKENS), dtype=torch.bfloat16),
+        transport=transport,
     )
     own = slice(rank * E // world, (rank + 1) * E // world)
     y, nums = torch.ops.moefuse.mega_moe.quant_ep(
-        *(made.tensor, *tokens(rank)),
+        *(made.tensor, *tokens(rank, hidden(scheme))),
         **lists(scheme, own),
         quant=scheme,
         num_experts=E,
@@ -65,7 +79,9 @@ def over_ranks(rank: int, world: int, scheme: str, transport: Any) -> tuple[Tens
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_two_ranks_give_what_one_gives(scheme: str, transport: str) -> None:
     got = values(run_ranks(2, over_ranks, scheme, transport))
-    x, ids, routing = (torch.cat(parts) for parts in zip(tokens(0), tokens(1), strict=True))
+    x, ids, routing = (
+        torch.cat(parts) for parts in zip(*(tokens(rank, hidden(scheme)) for rank in (0, 1)), strict=True)
+    )
     want, counts = torch.ops.moefuse.mega_moe.quant(
         *(None, x, ids, routing),
         **lists(scheme, slice(None)),

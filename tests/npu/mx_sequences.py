@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from moefuse.testing import npu_reference_kernels
+from tests.npu.mx_loops import E4M3, E5M2, FLOAT4
 from tests.npu.quant_sequences import BFLOAT16, dispatch
 from tests.npu.sequences import E, finalize, npu, route
 
 npu_reference_kernels.install()
 
 H, I = 128, 64  # noqa: E741
-E5M2, E4M3, E8M0, FLOAT4 = 23, 24, 293, 296
+E8M0 = 293
 Layer = Callable[..., Tensor]
 
 

@@ -7,55 +7,14 @@ import torch
 from torch import Tensor
 
 from moefuse.testing import npu_reference_kernels
+from tests.npu.mx_loops import E4M3, E5M2, FLOAT4, FLOAT4_VALUES, block, meant, stored
 
 npu_reference_kernels.install()
 npu = torch.ops.npu
 
-E4M3, E5M2, FLOAT4, E8M0 = 24, 23, 296, 293
-BFLOAT16, FLOAT32 = 15, 6
+FLOAT32, E8M0 = 6, 293
 ENDS, OF_ROW = torch.tensor([3, 3, 5]), [0, 0, 0, 2, 2]
 C, N = 128, 8
-
-FLOAT4_VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-
-
-def magnitudes(number: int) -> list[float]:
-    """All magnitudes of an element type in order: an even place has an even code."""
-    if number == FLOAT4:
-        return FLOAT4_VALUES
-    exponents, fractions, bias = (16, 8, 7) if number == E4M3 else (32, 4, 15)
-    codes = [(e, m) for e in range(exponents) for m in range(fractions)]
-    every = [
-        (m / fractions * 2.0 ** (1 - bias)) if e == 0 else (1 + m / fractions) * 2.0 ** (e - bias)
-        for e, m in codes
-    ]
-    return every[:-1] if number == E4M3 else every[:-fractions]  # the rest are NaN and infinity
-
-
-def nearest(value: float, number: int) -> float:
-    """The element next to a value; of two, the one with the even code; the largest beyond it."""
-    every = magnitudes(number)
-    best = min(range(len(every)), key=lambda i: (abs(every[i] - abs(value)), i % 2))
-    return math.copysign(every[best], value)
-
-
-def block(values: list[float], number: int) -> tuple[int, list[float]]:
-    """(the exponent of the scale, the elements) of one block."""
-    largest = max(abs(v) for v in values)
-    top = {E4M3: 8, E5M2: 15, FLOAT4: 2}[number]
-    exponent = max(-127, math.floor(math.log2(largest)) - top) if largest else -127
-    return exponent, [nearest(v / 2.0**exponent, number) for v in values]
-
-
-def stored(elements: Tensor, number: int) -> list[list[float]]:
-    """Elements as numbers, bytes of two taken apart."""
-    if number != FLOAT4:
-        return elements.double().tolist()  # type: ignore[no-any-return]
-    rows = []
-    for row in elements.tolist():
-        nibbles = [code for byte in row for code in (byte & 15, byte >> 4)]
-        rows.append([FLOAT4_VALUES[code & 7] * (-1 if code & 8 else 1) for code in nibbles])
-    return rows
 
 
 def rows_like_these(dtype: torch.dtype) -> Tensor:
@@ -112,14 +71,6 @@ def quantised(values: Tensor, number: int) -> tuple[Tensor, Tensor]:
     """Weights [E, K, N] as the operators take them: made as [E, N, K], and turned."""
     elements, scales = npu.npu_dynamic_mx_quant(values.transpose(1, 2).contiguous(), dst_type=number)
     return elements.transpose(1, 2), scales.transpose(1, 2)
-
-
-def meant(elements: Tensor, scales: Tensor, number: int) -> list[list[float]]:
-    """What rows [n, K] with scales [n, K / 64, 2] are."""
-    powers = [[2.0 ** (int(byte) - 127) for byte in row.flatten()] for row in scales.view(torch.uint8)]
-    return [
-        [v * powers[i][k // 32] for k, v in enumerate(row)] for i, row in enumerate(stored(elements, number))
-    ]
 
 
 def product(rows: list[list[float]], weight: list[list[list[float]]]) -> list[list[float]]:

@@ -11,9 +11,9 @@ from moefuse.patterns.engine import lift
 from moefuse.patterns.words import words
 from moefuse.policy import decide
 from moefuse.testing import capture_graph
-from tests.npu.mx_sequences import CASES, E4M3, E5M2, FLOAT4, REFUSED, Case, H, I
-from tests.npu.sequences import E, K, route
-from tests.npu.test_mx_kernels import block, meant
+from tests.npu.mx_loops import E4M3, E5M2, FLOAT4, layer
+from tests.npu.mx_sequences import CASES, REFUSED, H, I
+from tests.npu.sequences import E, K
 
 fuse = partial(moefuse.fuse, options={"target": "reference"})
 
@@ -56,30 +56,8 @@ def test_a_sequence_becomes_one_node(name: str) -> None:
         want, got = case.layer(*given), result.graph_module(*given)[0]
         assert got.dtype == want.dtype
         assert off(got, want) <= (WRITTEN_OUT if name == "mxfp8_swiglustep" else 0)
-    assert off(result.graph_module(*captured.inputs)[0], loop(case, *arguments)) < LOOP[case.rows_as]
-
-
-def loop(case: Case, x: Tensor, logits: Tensor, *tensors: Tensor) -> Tensor:
-    """Slot by slot in float64, with the elements that the format makes."""
-    (w13, w2), (s13, s2) = tensors[:2], tensors[2:]
-    routing, ids = route(logits)
-    y = torch.zeros(x.shape, dtype=torch.float64)
-
-    def gemm(row: Tensor, weight: Tensor, scales: Tensor, e: int) -> Tensor:
-        lies = weight.transpose(1, 2)[e].contiguous(), scales.transpose(1, 2)[e].contiguous()
-        whole = row.tolist() if not case.rows_as else []
-        for start in range(0, row.shape[0] if case.rows_as else 0, 32):
-            exponent, elements = block(row[start : start + 32].tolist(), case.rows_as)
-            whole += [element * 2.0**exponent for element in elements]
-        matrix = torch.tensor(meant(*lies, case.weights_as), dtype=torch.float64)
-        return matrix @ torch.tensor(whole, dtype=torch.float64)
-
-    for t in range(x.shape[0]):
-        for j in range(K):
-            e = int(ids[t, j])
-            gate, up = gemm(x[t].double(), w13, s13, e).chunk(2)
-            y[t] += float(routing[t, j]) * gemm(torch.nn.functional.silu(gate) * up, w2, s2, e)
-    return y
+    by_slots = layer(case.weights_as, case.rows_as, *arguments, activation=case.activation)
+    assert off(result.graph_module(*captured.inputs)[0], by_slots) < LOOP[case.rows_as]
 
 
 @pytest.mark.parametrize("name", REFUSED)

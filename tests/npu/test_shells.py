@@ -22,7 +22,7 @@ from moefuse.policy.npu import Conditions, decide_npu
 from moefuse.policy.spread import Terms
 from moefuse.testing import capture_graph, npu_reference_kernels
 from tests.comm.ranks import run_ranks, values
-from tests.npu import mx_sequences, shells
+from tests.npu import mx_loops, mx_sequences, shells
 from tests.npu.loops import of_scheme
 from tests.npu.quant_sequences import H, I, weights
 from tests.npu.sequences import E, K, npu, route
@@ -31,6 +31,13 @@ from tests.npu.shells import GROUP, LOCAL, MLPS, RANK, WORLD, Mlp
 T = 8
 LOOP = 2e-2
 """Norm-wise, against float64: rows are rounded to bfloat16's eight bits several times, and int4 has seven steps."""
+
+
+def by_slots(scheme: str, *arguments: Tensor, own: range | None = None) -> Tensor:
+    """The layer in float64."""
+    if scheme == "mxfp8":
+        return mx_loops.layer(mx_loops.E4M3, mx_loops.E4M3, *arguments, own=own)
+    return of_scheme(scheme, *arguments, own=own)
 
 
 def off(got: Tensor, want: Tensor) -> float:
@@ -111,7 +118,7 @@ def two_ranks(rank: int, world: int) -> list[tuple[int, float, float]]:
     own = slice(shells.FIRST, shells.FIRST + LOCAL)
     options = {"inner": "eager", "target": "reference", "ep_max_tokens": T}
     found = []
-    for scheme in ("bf16", "w8a8"):
+    for scheme in ("bf16", "w8a8", "mxfp8"):
         layer = partial(shells.mc2, scheme=scheme)
         x, logits, *tensors = operands(scheme, E)
         mine = (x + rank, logits.roll(rank, 1))
@@ -121,7 +128,7 @@ def two_ranks(rank: int, world: int) -> list[tuple[int, float, float]]:
             run = torch.compile(layer, backend="moefuse", options=options)
             got = run(*mine, *(tensor[own] for tensor in tensors))
         fused = moefuse.reports()[-1].fused
-        found.append((fused, off(got, want), off(got, of_scheme(scheme, *mine, *tensors))))
+        found.append((fused, off(got, want), off(got, by_slots(scheme, *mine, *tensors))))
     return found
 
 
@@ -150,7 +157,7 @@ def test_on_one_rank_it_is_a_plain_layer(scheme: str, monkeypatch: pytest.Monkey
     assert fused.report.fused == 1, fused.report
     got, want = fused.graph_module(*graph.inputs)[0], shells.mc2(*arguments, scheme=scheme)
     assert off(got, want) < 1e-2  # bfloat16, whose sums the combine may round in another place
-    assert off(got, of_scheme(scheme, *arguments)) < LOOP
+    assert off(got, by_slots(scheme, *arguments)) < LOOP
 
 
 def why(graph_module: GraphModule) -> str:
@@ -175,7 +182,7 @@ def test_this_ranks_experts_of_all_tokens(layer: Any, scheme: str) -> None:
     got, want = fused.graph_module(*graph.inputs)[0], layer(*arguments, scheme=scheme)
     assert off(got, want) < 1e-2  # as on one rank
     own = range(shells.FIRST, shells.FIRST + LOCAL)
-    assert off(got, of_scheme(scheme, *arguments, own=own)) < LOOP
+    assert off(got, by_slots(scheme, *arguments, own=own)) < LOOP
 
 
 # --- pairs that aren't one ----------------------------------------------------------------------------------

@@ -309,7 +309,9 @@ def test_the_real_tile_instructions_are_in_the_amx_build(tmp_path) -> None:
     for unit in ("run", "gemm"):
         path = tmp_path / f"{unit}.s"
         command = [build.find_compiler(), *build.FLAGS, *isa.AMX_FLAGS, "-DMOEFUSE_TYPE=bf16", "-S"]
-        subprocess.run([*command, str(build.SOURCES / f"{unit}.cpp"), "-o", str(path)], check=True, timeout=200)
+        subprocess.run(
+            [*command, str(build.SOURCES / f"{unit}.cpp"), "-o", str(path)], check=True, timeout=200
+        )
         text += path.read_text()
     for instruction in ("ldtilecfg", "tileloadd", "tdpbf16ps", "tilestored", "tilerelease"):
         assert instruction in text
