@@ -14,15 +14,16 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from moefuse.graph import sizes
-from moefuse.ops.quantised import BLOCKS
 from moefuse.ops.spec import MoeSpec
 from moefuse.passes.counts import Counts
 from moefuse.passes.emit import STAND_IN, Emitter
 from moefuse.patterns.facts import Axis, Conflict, Dims, Expr, Leaf, group_size
+from moefuse.patterns.layer import Layer
 from moefuse.patterns.layer_quant import LayerQuant
 from moefuse.patterns.pointwise import walk
 from moefuse.patterns.rules import READS_NO_ELEMENT, op_name, value
 from moefuse.patterns.site import Site
+from moefuse.patterns.weights import turned
 
 aten = torch.ops.aten
 
@@ -181,8 +182,8 @@ def _call(emitter: Emitter, site: Site, target: str, context: str) -> Node:
     weights = emitter.weights(layer.weights, ids, slots, spec.router_dtype)
     operands = (
         *(where, x, ids, weights),
-        restack([emitter.weight(leaf, layer.contracted(leaf)) for leaf in layer.weight1], local),
-        restack([emitter.weight(leaf, inner) for leaf in layer.weight2], local),
+        restack([_weight(emitter, layer, leaf, layer.contracted(leaf)) for leaf in layer.weight1], local),
+        restack([_weight(emitter, layer, leaf, inner) for leaf in layer.weight2], local),
         restack([emitter.bias(leaf) for leaf in layer.bias1], local),
         restack([emitter.bias(leaf) for leaf in layer.bias2], local),
     )
@@ -218,6 +219,14 @@ def _call(emitter: Emitter, site: Site, target: str, context: str) -> Node:
     return call
 
 
+def _weight(emitter: Emitter, layer: Layer, leaf: Leaf, contracted: frozenset[Axis]) -> Node:
+    """An expert weight, in MX formats as it lies in memory: a view of a view."""
+    node = emitter.weight(leaf, contracted)
+    if layer.quant is None or not layer.quant.by_blocks or not turned(leaf):
+        return node
+    return emitter.call(aten.transpose.int, node, -2, -1)
+
+
 def _quant_call(
     emitter: Emitter, quant: LayerQuant, spec: MoeSpec, operands: tuple[Any, ...], constants: dict[str, Any]
 ) -> Node:
@@ -226,7 +235,7 @@ def _quant_call(
     overloads = torch.ops.moefuse.mega_moe
 
     def beside(leaves: Sequence[Leaf], group: tuple[Axis, ...], transposed: bool) -> list[Node]:
-        if quant.scheme in BLOCKS:
+        if quant.by_blocks:
             return restack([emitter.block_scale(leaf, group, transposed) for leaf in leaves], local)
         return restack([emitter.scale(leaf, group) for leaf in leaves], local)
 

@@ -37,6 +37,11 @@ class LayerQuant:
     group2: tuple[Axis, ...]
 
     @property
+    def by_blocks(self) -> bool:
+        """True for MX formats, whose weights are read as they lie in memory, through views that turn them."""
+        return self.scheme in BLOCKS
+
+    @property
     def leaves(self) -> tuple[Leaf, ...]:
         """All of its tensors."""
         return (*self.scale1, *self.scale2, *self.offset1, *self.offset2)

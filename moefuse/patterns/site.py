@@ -31,7 +31,7 @@ from moefuse.patterns.merge import layer_of, merge
 from moefuse.patterns.pointwise import walk
 from moefuse.patterns.router import chosen_from
 from moefuse.patterns.rules import Counted, Lifting, value
-from moefuse.patterns.weights import is_transposed
+from moefuse.patterns.weights import is_transposed, turned
 
 
 @dataclass(frozen=True)
@@ -101,8 +101,16 @@ def _spec(site: Site) -> MoeSpec:
         raise Conflict(f"the layer's weights have different dtypes: {', '.join(sorted(map(str, dtypes)))}")
     world = layer.ranks.world if layer.ranks is not None else 1
     count = _experts(layer)
-    orientations = [{is_transposed(leaf, layer.contracted(leaf)) for leaf in layer.weight1}]
-    orientations.append({is_transposed(leaf, inner) for leaf in layer.weight2})
+    blocks = layer.quant is not None and layer.quant.by_blocks
+    orientations = [
+        {
+            is_transposed(leaf, layer.contracted(leaf)) is not (blocks and turned(leaf))
+            for leaf in layer.weight1
+        }
+    ]
+    orientations.append(
+        {is_transposed(leaf, inner) is not (blocks and turned(leaf)) for leaf in layer.weight2}
+    )
     if any(len(flags) != 1 for flags in orientations):
         raise Conflict("the layer's weights have different orientations")
     val = value(site.node)

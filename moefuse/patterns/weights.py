@@ -149,6 +149,14 @@ def weight_units(leaf: Leaf, contracted: frozenset[Axis]) -> list[tuple[str, siz
     return found
 
 
+def turned(leaf: Leaf) -> bool:
+    """True for experts' matrices that are views: they lie in memory the other way round than their dimensions say."""
+    val, dims = value(leaf.node), len(leaf.selectors) + 2
+    if val.dim() != dims or (leaf.selectors and leaf.index[0] != leaf.selectors):
+        return False
+    return sizes.is_one(val.stride(-2)) and sizes.same(val.stride(-1), val.shape[-2]) and val.shape[-2] != 1
+
+
 def is_transposed(leaf: Leaf, contracted: frozenset[Axis]) -> bool:
     """True for out-features first ([E, N, C]), False for [E, C, N]."""
     order = [name for name, _, _ in weight_units(leaf, contracted) if name != "E"]

@@ -1,5 +1,6 @@
 """Layers whose rows travel between ranks: what is proved of them, and what is refused by its name."""
 
+import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -252,3 +253,14 @@ def test_an_argument_that_has_no_rule(operator: str, argument: str, value: Any, 
     node: Node = next(n for n in nodes if str(n.target) == f"npu.npu_moe_distribute_{operator}.default")
     node.kwargs = {**node.kwargs, argument: nodes[0] if value == "x" else value}
     assert reason in why(graph_module)
+
+
+def test_a5_takes_a_layer_in_mx_blocks() -> None:
+    """All but its sizes, which are those of a test."""
+    (site,) = lift(captured(shells.mc2, "mxfp8").graph).sites
+    large = {"hidden": 1024, "out_features": 1024, "intermediate": 256, "weight_scale_groups": (32, 8)}
+    spec = dataclasses.replace(site.spec, **large)
+    machine = Conditions("Ascend950PR_9599", "R6", 64, scheme="mxfp8")
+    assert decide_npu(site.spec, machine).check == "hidden"
+    assert decide_npu(spec, machine).ok
+    assert decide_npu(spec, dataclasses.replace(machine, soc="Ascend910_9382")).check == "scheme"
