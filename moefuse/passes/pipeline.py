@@ -20,6 +20,7 @@ from moefuse.passes import plan_comm
 from moefuse.passes.agree import AgreementError
 from moefuse.passes.canonicalize import canonicalize
 from moefuse.passes.fuse import escaping, fuse_site, travels
+from moefuse.passes.halves import join, split
 from moefuse.passes.lift import Candidate, find
 from moefuse.passes.plan_comm import Agreed, Contact
 from moefuse.passes.record import Recorder, Recording
@@ -104,6 +105,7 @@ def _run(
     recordings: list[Recording] = []
     with _timed(result.seconds, "canonicalize"):
         canonicalize(graph, training)
+        halves = split(graph)
     with _timed(result.seconds, "lift"):
         lifted = lift(graph)
         forms = plan_comm.forms(graph, find(graph, parameters, lifted))
@@ -125,6 +127,7 @@ def _run(
             result.layers.insert(0, layer)
         result.replaced.reverse()
         plan_comm.share(graph)
+        join(graph, halves)
         if options.mode == "on":
             _demand(result.layers)
         if loops:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from moefuse.inner import compile_inner
+from moefuse.ops.quantised import SCHEMES
 from moefuse.ops.spec import MoeSpec
 
 Pair = tuple[Node, Node]
@@ -90,8 +91,12 @@ def tolerance(spec: MoeSpec) -> float:
     """The largest difference that rounding explains.
 
     A few units in the last place of the coarsest dtype in the layer, and float32's own over sums of H and of I
-    products, which grows with the root of their number.
+    products, which grows with the root of their number. Rows that become integers: a step of theirs, too, since what
+    is rounded otherwise moves some of a row's integers by one.
     """
-    coarsest = max(torch.finfo(dtype).eps for dtype in (spec.x_dtype, spec.expert_dtype, spec.output_dtype))
+    dtypes = (spec.x_dtype, spec.expert_dtype, spec.output_dtype)
+    coarsest = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
     sums = (spec.hidden + spec.intermediate) ** 0.5 * torch.finfo(torch.float32).eps
-    return float(_EPS * (coarsest + sums))
+    _, row_bits = SCHEMES.get(spec.quant, (0, 0))
+    step = 1 / (2 ** (row_bits - 1) - 1) if row_bits else 0.0
+    return float(_EPS * (coarsest + sums) + step)

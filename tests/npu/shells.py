@@ -117,6 +117,21 @@ def mc2(x: Tensor, logits: Tensor, *tensors: Tensor, scheme: str = "bf16") -> Te
     return npu.npu_moe_distribute_combine_v2(y, ids, where, received, routing, GROUP, WORLD, RANK, E)
 
 
+def mc2_and_norm(x: Tensor, logits: Tensor, *tensors: Tensor, scheme: str = "bf16") -> Tensor:
+    """The combine that adds the residual and has the next norm in it; both of its outputs are read."""
+    routing, ids = route(logits)
+    mode = 2 if scheme in ROWS_OF_INTEGERS else 0
+    rows, scales, where, counts, received, _, _ = npu.npu_moe_distribute_dispatch_v2(
+        x, ids, GROUP, WORLD, RANK, E, quant_mode=mode
+    )
+    y = MLPS[scheme](rows, scales, counts, tensors)
+    gamma = torch.linspace(0.5, 1.5, x.shape[1], dtype=x.dtype)
+    normed, _, residual = npu.npu_moe_distribute_combine_add_rms_norm(
+        y, ids, where, received, routing, x.unsqueeze(1), gamma, GROUP, WORLD, RANK, E, norm_eps=1e-5
+    )
+    return torch.cat([normed, residual], dim=1)
+
+
 def mc2_older(x: Tensor, logits: Tensor, *tensors: Tensor, scheme: str = "bf16") -> Tensor:
     """The first versions of both operators."""
     routing, ids = route(logits)
@@ -234,6 +249,7 @@ SHELLS = {
     "ALLGATHER": allgather,
     "none": without_shell,
     "MC2": mc2,
+    "MC2 with add and norm": mc2_and_norm,
     "MC2, first version": mc2_older,
     "ALLTOALL": alltoall,
     "ALLTOALL, quantised rows travel": alltoall_sent_quantised,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from moefuse.passes.halves import split
 from moefuse.passes.lift import find
 from moefuse.patterns.engine import lift
 from moefuse.testing import capture_graph
@@ -58,6 +59,7 @@ def shell(name: str, scheme: str) -> GraphModule:
 
 def verdict(graph_module: GraphModule) -> str:
     """`one node`, over how many ranks, or the first thing that stood in the way."""
+    split(graph_module.graph)
     lifted = lift(graph_module.graph)
     if lifted.sites:
         ranks = lifted.sites[0].layer.ranks

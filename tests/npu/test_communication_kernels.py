@@ -54,9 +54,31 @@ def exchange(rank: int, world: int, v2: bool, quant_mode: int) -> None:
             assert rows[i].tolist() == row
         outputs[i] = every[source][0][t] * (e + 1)
     y = combine(outputs, ids, where, received, weights, *group)
-    for t in range(3):
-        factor = sum(float(weights[t, j]) * (int(ids[t, j]) + 1) for j in range(K))
-        torch.testing.assert_close(y[t], x[t] * factor)
+    summed = torch.stack(
+        [x[t] * sum(float(weights[t, j]) * (int(ids[t, j]) + 1) for j in range(K)) for t in range(3)]
+    )
+    torch.testing.assert_close(y, summed)
+    if v2:
+        _demand_norm(
+            npu.npu_moe_distribute_combine_add_rms_norm(
+                *(outputs, ids, where, received, weights, x.unsqueeze(1), torch.arange(1.0, H + 1), *group),
+                norm_eps=0.5,
+            ),
+            (x + summed).tolist(),
+        )
+
+
+def _demand_norm(outputs: tuple[Tensor, Tensor, Tensor], rows: list[list[float]]) -> None:
+    """Rows, with a weight of 1, 2, ... per feature and 0.5 under the root: element by element."""
+    normed, inverse, sums = outputs
+    assert [tuple(t.shape) for t in outputs] == [(3, 1, H), (3, 1, 1), (3, 1, H)]
+    for t, row in enumerate(rows):
+        root = (sum(v * v for v in row) / H + 0.5) ** 0.5
+        assert float(inverse[t]) == pytest.approx(1 / root, rel=1e-5)
+        assert sums[t, 0].tolist() == pytest.approx(row, rel=1e-5, abs=1e-6)
+        assert normed[t, 0].tolist() == pytest.approx(
+            [v / root * (h + 1) for h, v in enumerate(row)], rel=1e-4
+        )
 
 
 @pytest.mark.parametrize("v2", [False, True])

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import moefuse
+from moefuse.passes.verify import tolerance
 from moefuse.patterns.engine import lift
 from moefuse.patterns.words import words
 from moefuse.policy import decide
@@ -94,6 +95,19 @@ def test_torch_compile() -> None:
         got = compiled(*arguments)
     assert moefuse.reports()[-1].fused == 1
     assert off(got, case.layer(*arguments)) < EQUAL
+
+
+@pytest.mark.parametrize("name", ["w8a8_swiglustep", "w4a4", "w4a16"])
+def test_a_layer_is_verified_on_its_first_inputs(name: str) -> None:
+    case = CASES[name]
+    torch._dynamo.reset()
+    options = {"inner": "eager", "target": "reference", "verify": True}
+    with torch.no_grad():
+        torch.compile(case.layer, backend="moefuse", options=options)(*inputs(6), *case.tensors)
+    (site,) = moefuse.reports()[-1].sites
+    assert site.verified is not None
+    assert site.spec is not None
+    assert site.verified <= tolerance(site.spec) < (0.3 if case.scheme == "w4a4" else 0.1)
 
 
 def test_the_meaning_of_a_product_in_words() -> None:

@@ -151,6 +151,11 @@ CALLS: dict[str, Callable[..., Any]] = {
     "combine v2": lambda: npu.npu_moe_distribute_combine_v2(
         ROWS, IDS, POSITION, POSITION, torch.ones(6, 2), "g", 1, 0, 8
     ),
+    "combine and norm": lambda: npu.npu_moe_distribute_combine_add_rms_norm(
+        *(ROWS, IDS, POSITION, POSITION, torch.ones(6, 2), torch.ones(6, 1, 16).bfloat16()),
+        *(torch.ones(16).bfloat16(), "g", 1, 0, 8),
+    ),
+    "add and norm": lambda: npu.npu_add_rms_norm(ROWS, ROWS, torch.ones(16).bfloat16()),
     "re routing": lambda: npu.npu_moe_re_routing(ROWS, torch.full((3, 2), 2, dtype=torch.int32)),
     "finalize": lambda: npu.npu_moe_finalize_routing(
         ROWS, None, None, None, torch.ones(6, 2).bfloat16(), POSITION, None, 2

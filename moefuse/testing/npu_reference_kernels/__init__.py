@@ -43,6 +43,8 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "npu_moe_distribute_dispatch_v2": communication.distribute_dispatch_v2,
     "npu_moe_distribute_combine": communication.distribute_combine,
     "npu_moe_distribute_combine_v2": communication.distribute_combine_v2,
+    "npu_moe_distribute_combine_add_rms_norm": communication.distribute_combine_add_rms_norm,
+    "npu_add_rms_norm": communication.add_rms_norm,
     "npu_moe_finalize_routing": routing.finalize_routing,
     "npu_moe_token_unpermute": routing.token_unpermute,
 }

@@ -228,6 +228,46 @@ def distribute_combine_v2(
     return _combine(name, expand_x, expert_ids, expert_scales, *group, **options)
 
 
+def distribute_combine_add_rms_norm(
+    expand_x: Tensor,
+    expert_ids: Tensor,
+    expand_idx: Tensor,
+    ep_send_counts: Tensor,
+    expert_scales: Tensor,
+    residual_x: Tensor,
+    gamma: Tensor,
+    group_ep: str,
+    ep_world_size: int,
+    ep_rank_id: int,
+    moe_expert_num: int,
+    *,
+    norm_eps: float = 1e-6,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The second version's combine [T, H], added to a residual [T, 1, H]: as `add_rms_norm`."""
+    name = "npu_moe_distribute_combine_add_rms_norm"
+    group = (group_ep, ep_world_size, ep_rank_id, moe_expert_num)
+    y = _combine(name, expand_x, expert_ids, expert_scales, *group, **options)
+    return add_rms_norm(y.unsqueeze(1), residual_x, gamma, norm_eps)
+
+
+def add_rms_norm(
+    x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(x / rms * gamma, 1 / rms in float32, x) of x = x1 + x2, over the last dimension."""
+    x = x1.float() + x2.float()
+    inverse = (x.square().mean(-1, keepdim=True) + epsilon).rsqrt()
+    return (x * inverse * gamma.float()).to(x1.dtype), inverse, x.to(x1.dtype)
+
+
+def _combine_add_shape(
+    expand_x: Tensor, expert_ids: Tensor, *args: Any, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, hidden = expert_ids.shape[0], expand_x.shape[1]
+    inverse = expand_x.new_empty((tokens, 1, 1), dtype=torch.float32)
+    return expand_x.new_empty((tokens, 1, hidden)), inverse, expand_x.new_empty((tokens, 1, hidden))
+
+
 def _combine_shape(expand_x: Tensor, expert_ids: Tensor, *args: Any, **options: Any) -> Tensor:
     return expand_x.new_empty(expert_ids.shape[0], expand_x.shape[1])
 
@@ -246,5 +286,6 @@ SHAPES: dict[str, Callable[..., Any]] = {
     "npu_moe_distribute_dispatch_v2": _shapes_of(True),
     "npu_moe_distribute_combine": _combine_shape,
     "npu_moe_distribute_combine_v2": _combine_shape,
+    "npu_moe_distribute_combine_add_rms_norm": _combine_add_shape,
 }
 """What tells the shapes where the kernel itself would communicate."""
