@@ -29,7 +29,7 @@ _EPS, _EPS_DEFAULT = "norm_eps", 1e-6
 
 @dataclass(frozen=True)
 class Halves:
-    """What an operator was cut into. widened: the combine's output as the rest reads it. whole, meta: the operator's."""
+    """What an operator was cut into. widened: the combine's output as the rest reads it. whole, meta: its own."""
 
     combine: Node
     widened: Node
