@@ -94,8 +94,8 @@ def tolerance(spec: MoeSpec) -> float:
     products, which grows with the root of their number. Rows that become integers: a step of theirs, too, since what
     is rounded otherwise moves some of a row's integers by one.
     """
-    dtypes = (spec.x_dtype, spec.expert_dtype, spec.output_dtype)
-    coarsest = max(torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point)
+    dtypes = (spec.x_dtype, spec.output_dtype, *((spec.expert_dtype,) if spec.quant == "none" else ()))
+    coarsest = max(torch.finfo(dtype).eps for dtype in dtypes)
     sums = (spec.hidden + spec.intermediate) ** 0.5 * torch.finfo(torch.float32).eps
     _, row_bits = SCHEMES.get(spec.quant, (0, 0))
     step = 1 / (2 ** (row_bits - 1) - 1) if row_bits else 0.0
