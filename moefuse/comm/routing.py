@@ -5,6 +5,7 @@ that they mean the same; the sum is that of a layer on one rank (ops/expert.py),
 """
 
 import zlib
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -107,12 +108,11 @@ def sort_slots(call: Call) -> tuple[Tensor, Tensor]:
     return order, torch.searchsorted(ids, experts)
 
 
-def check_notes(notes: Tensor, call: Call, capacity: Capacity) -> None:
-    """notes [W, 2]: each rank's token count and fingerprint. Every rank reads the same and raises the same.
+def check_notes(tokens: Sequence[int], prints: Sequence[int], call: Call, capacity: Capacity) -> None:
+    """Each rank's token count and fingerprint. Every rank reads the same and raises the same.
 
     Raises CapacityError where a rank has too many tokens, ContextError where ranks are in different layers.
     """
-    tokens, prints = notes.t().tolist()
     limit = capacity.max_tokens_per_rank
     over = [f"rank {rank} has {n}" for rank, n in enumerate(tokens) if n > limit]
     if over:

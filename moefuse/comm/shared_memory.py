@@ -204,7 +204,8 @@ class SharedMemory:
 
     def _check(self, call: Call) -> None:
         try:
-            check_notes(self._views[self.rank].edges[:, -NOTES:], call, self.capacity)
+            tokens, prints = self._views[self.rank].edges[:, -NOTES:].t().tolist()
+            check_notes(tokens, prints, call, self.capacity)
         except CommError:
             self._barrier.wait()  # a rank that goes on may not push its next notes before all have read these
             raise

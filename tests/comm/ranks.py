@@ -63,7 +63,8 @@ def values(outcomes: list[Outcome]) -> list[Any]:
     """What the ranks returned; fails with the first traceback where one raised or died."""
     # what went wrong first, before what others heard of it
     order = sorted(
-        enumerate(outcomes), key=lambda each: each[1].error is not None and each[1].error[0] == "PeerError"
+        enumerate(outcomes),
+        key=lambda each: each[1].error is not None and each[1].error[0] in ("PeerError", "RendezvousError"),
     )
     for rank, outcome in order:
         assert outcome.error is None, f"rank {rank}:\n{outcome.trace}"

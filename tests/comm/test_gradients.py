@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from moefuse.comm import context_for
 from tests.comm.gradients import check
 from tests.comm.layers import EXPERTS, spread
 from tests.comm.ranks import run_ranks, values
@@ -45,3 +47,28 @@ def every_case(rank: int, world: int, transport: str) -> None:
 )
 def test_gradients_are_those_of_one_process(world, transport) -> None:
     values(run_ranks(world, every_case, transport))
+
+
+def counted(rank: int, world: int) -> tuple[int, int]:
+    """Collectives of a forward and of its gradient."""
+    calls: list[int] = []
+    plain = dist.all_to_all_single
+
+    def watched(*args, **kwargs):
+        calls.append(len(calls))
+        return plain(*args, **kwargs)
+
+    layer = spread(1, top_k=2, position="input")  # routing weights travel too
+    context = context_for(None, layer.capacity(world, 16), transport="collectives", timeout=30)
+    x, *routing = layer.tokens(rank, 5 * rank)
+    dist.all_to_all_single = watched
+    y, _ = layer.together(context.tensor, rank, world, (x.requires_grad_(), *routing), "cpu")
+    forward = len(calls)
+    y.sum().backward()
+    dist.all_to_all_single = plain
+    return forward, len(calls) - forward
+
+
+def test_a_step_over_collectives_takes_three_of_them() -> None:
+    """What there will be, rows, results; few tokens cost what their messages cost."""
+    assert values(run_ranks(2, counted)) == [(3, 3)] * 2
