@@ -1,7 +1,10 @@
 """Layers spread over real processes give what one process gives, for every way to spread tokens and ids."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from moefuse.comm import context_for, contexts
 from tests.comm.layers import EXPERTS, spread
@@ -82,3 +85,31 @@ def test_random_steps_leak_nothing(world, steps) -> None:
         assert grown.contexts == 0
         assert grown.files <= 0  # the group itself may close one meanwhile
         assert grown.tensors <= 0
+
+
+def side_by_side(rank: int, world: int) -> None:
+    """Two threads of each rank, a group each, layers of two sizes: nobody meets anybody else's ranks or rows."""
+    groups = [dist.new_group(range(world)) for _ in range(2)]
+    layers = [spread(seed, top_k=1 + seed) for seed in (1, 3)]
+    contexts_of = [
+        [
+            context_for(group, layer.capacity(world, MAX_TOKENS), transport=transport, timeout=30)
+            for layer in layers
+        ]
+        for group, transport in zip(groups, TRANSPORTS, strict=True)
+    ]
+
+    def steps(number: int) -> None:
+        for step in range(20):
+            layer, context = layers[step % 2], contexts_of[number][step % 2]
+            tokens = layer.tokens(rank, (5 * step + 3 * rank + number) % MAX_TOKENS)
+            y, _ = layer.together(context.tensor, rank, world, tokens, "cpu")
+            # float32 sums of at most four terms of size 1 in another order
+            torch.testing.assert_close(y, layer.alone(tokens), rtol=1e-5, atol=1e-5)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(steps, range(2)))
+
+
+def test_threads_and_groups_do_not_disturb_each_other() -> None:
+    values(run_ranks(2, side_by_side))
