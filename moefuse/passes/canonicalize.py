@@ -12,11 +12,15 @@ import torch
 from torch.fx import Graph, Node
 
 from moefuse.graph import sizes
+from moefuse.graph.groups import place_in
 from moefuse.patterns.rules import op_name, value
 
 RESHAPING = {"aten::view", "aten::expand", "aten::unsqueeze", "aten::squeeze", "aten::slice"}
 NUMBERS = {"aten::select", "aten::_local_scalar_dense"}
 """`tolist()`, as it is captured."""
+_COLLECTIVE = "_c10d_functional::"
+_IDENTITIES = {"all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"}
+"""Those that give one rank what it gave."""
 VIEWS = RESHAPING | {"aten::permute", "aten::transpose", "aten::t", "aten::select", "aten::alias"}
 
 
@@ -32,6 +36,13 @@ def canonicalize(graph: Graph, training: bool) -> int:
             node.replace_all_uses_with(node.all_input_nodes[0])
             graph.erase_node(node)
         _out_of_place(node)
+        if (source := _sent_to_nobody(node)) is not None:
+            with graph.inserting_before(node):
+                copy = graph.call_function(torch.ops.aten.clone.default, (source,))
+            copy.meta.update(node.meta | {"val": value(source).clone()})
+            node.replace_all_uses_with(copy)
+            graph.erase_node(node)
+            continue
         if (stacked := _stacked(node)) is not None:
             node.replace_all_uses_with(stacked)
             graph.erase_node(node)
@@ -65,6 +76,19 @@ def _out_of_place(node: Node) -> None:
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), value)
     if twin is not None and twin(*args, **kwargs).dtype == value(node).dtype:
         node.target = twin
+
+
+def _sent_to_nobody(wait: Node) -> Node | None:
+    """The tensor that goes through a collective over a group of one rank, at the wait for it: it comes back as it is.
+
+    Not where the sizes of what comes back are known by other data: what is read off them would not fit any more.
+    """
+    sent = wait.args[0] if op_name(wait) == f"{_COLLECTIVE}wait_tensor" else None
+    if not isinstance(sent, Node) or op_name(sent).removeprefix(_COLLECTIVE) not in _IDENTITIES:
+        return None
+    place, source = place_in(sent.args[-1]), sent.all_input_nodes[0]
+    same = all(map(sizes.same, value(source).shape, value(wait).shape))
+    return source if same and place is not None and place.world == 1 else None
 
 
 def _stacked(node: Node) -> Node | None:

@@ -82,7 +82,8 @@ class Emitter:
     def shape(self, wanted: list[Size], infer: bool = True) -> list[Any]:
         """Sizes as node arguments: integers, at most one -1, and sym_size nodes for other symbols."""
         symbolic = [i for i, size in enumerate(wanted) if not isinstance(size, int)]
-        if infer and len(symbolic) == 1 and 0 not in wanted:
+        empty = any(isinstance(size, int) and size == 0 for size in wanted)  # `in` would ask a symbol
+        if infer and len(symbolic) == 1 and not empty:
             return [-1 if i in symbolic else size for i, size in enumerate(wanted)]
         return [size if isinstance(size, int) else self.size_node(size) for size in wanted]
 

@@ -72,6 +72,8 @@ def all_to_all(lift: Lifting, node: Node) -> Outcome:
         return None
     if isinstance(fact.expr, Count | Owned):
         return _counts(lift, node, fact, place)
+    if place.world == 1 and (fact.expr.hard or fact.sorted):
+        raise Conflict("rows are exchanged over a group of one rank, from which they come back as they are")
     order = _only_slot(lift, node, fact) if not first else first[0] if len(first) == 1 else None
     if isinstance(order, Perm) and arrival(first) is None:
         return _dispatch(lift, node, fact, order, place)

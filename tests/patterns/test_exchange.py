@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import moefuse
 from moefuse.graph.capture import capture
 from moefuse.passes.canonicalize import canonicalize
 from moefuse.passes.fuse import outliving
@@ -17,7 +18,19 @@ from moefuse.passes.lift import explain
 from moefuse.patterns.engine import Lifted, lift
 from moefuse.patterns.site import Site
 from moefuse.testing import fake_ep_group
-from tests.comm.spread_models import UNEVEN, Block, ByBlocks, ByExpert, ByRank, ByRuns, E, H, tokens
+from tests.comm.spread_models import (
+    UNEVEN,
+    Block,
+    ByBlocks,
+    ByExpert,
+    ByRank,
+    ByRuns,
+    E,
+    Gathered,
+    H,
+    Summed,
+    tokens,
+)
 
 
 class _Enough(Exception):
@@ -337,3 +350,28 @@ def test_sums_over_tensor_parallel_ranks_are_named() -> None:
         result = lifted(Sharded(1, 2), tokens(7, 1))
     assert not [site for site in result.sites if site.layer.ranks is not None]
     assert "all_reduce" in "\n".join(map(explain, result.losses.values()))
+
+
+# --- a group of one rank ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", [Gathered, Summed])
+@pytest.mark.parametrize("count", [7, 1])
+def test_what_one_rank_gives_itself_is_what_it_had(form, count) -> None:
+    with fake_ep_group(1, 0):
+        site = site_of(form(0, 1), tokens(count, 0))
+    assert (site.layer.ranks, site.spec.num_experts, site.spec.top_k) == (None, E, 2)
+
+
+def test_experts_of_rows_whose_number_depends_on_data_are_a_node() -> None:
+    with fake_ep_group(1, 0):
+        (site,) = moefuse.explain(ByExpert(0, 1), tokens(7, 0)).sites
+    assert site.fused
+    assert (site.spec.num_experts, site.spec.top_k) == (E, 1)
+
+
+def test_rows_that_only_come_back_are_named() -> None:
+    with fake_ep_group(1, 0):
+        result = lifted(ByBlocks(0, 1), tokens(7, 0))
+    assert not result.sites
+    assert "over a group of one rank" in "\n".join(map(explain, result.losses.values()))
