@@ -5,9 +5,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
+from torch.distributed._functional_collectives import (
+    all_reduce,
+    all_to_all_single,
+    all_to_all_single_autograd,
+)
 
 import moefuse
+from moefuse.testing import fake_ep_group
 from moefuse.testing.programs import Sizes
 from tests.comm.ranks import run_ranks, values
 from tests.support import qwen3_block
@@ -35,12 +40,12 @@ class Experts(nn.Module):
 class Block(nn.Module):
     """A router, whose weights may lie in pieces on all ranks, and experts."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: int = I) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         gate, *rest = (
             torch.randn(*shape, generator=generator) * shape[-1] ** -0.5
-            for shape in ((E, H), (E, I, H), (E, H, I), (E, I, H))
+            for shape in ((E, H), (E, inner, H), (E, H, inner), (E, inner, H))
         )
         self.gate = nn.Parameter(gate)
         self.experts = Experts(*rest)
@@ -171,13 +176,97 @@ def changing_sizes(rank: int, world: int) -> Any:
     return [site.fused for site in moefuse.reports()[-1].sites]
 
 
+class Halves(Dense):
+    """Experts without gates, whose inner features may lie on several ranks: each has a part of the sums."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = F.softmax(x @ self.gate.t(), -1)
+        weights, ids = scores.topk(K, -1)
+        rows = torch.matmul(F.silu(torch.matmul(x.unsqueeze(0), self.w1)), self.w2)
+        mask = torch.zeros_like(scores).scatter(-1, ids, weights)
+        return (rows * mask.t().unsqueeze(-1)).sum(0)
+
+
+def halves(rank: int, world: int) -> Any:
+    """Tensor parallel experts: a rank's part is a node, and what it gives is a part of a sum for DTensor as before."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    whole, block = Halves(mesh), Halves(mesh)
+    w1 = whole.w1.full_tensor().detach()
+    w2 = torch.randn(E, 2 * I, H, generator=torch.Generator().manual_seed(1)) / 4
+    whole.w2 = nn.Parameter(distribute_tensor(w2, mesh, [Replicate()]))
+    block.w1 = nn.Parameter(distribute_tensor(w1, mesh, [Shard(2)]))
+    block.w2 = nn.Parameter(distribute_tensor(w2, mesh, [Shard(1)]))
+    run = torch.compile(block, backend="moefuse", options={"inner": "eager"})
+    for train in (False, True):
+        for count in (7, 5):
+            x = distribute_tensor(torch.randn(count, H), mesh, [Replicate()]).requires_grad_(train)
+            with torch.set_grad_enabled(train):
+                want, got = whole(x), run(x)
+            assert got.placements == block(x).placements
+            torch.testing.assert_close(got.full_tensor(), want.full_tensor(), rtol=1e-5, atol=1e-5)
+    report = moefuse.reports()[-1]
+    return [site.fused for site in report.sites], {graph.note for graph in report.graphs}
+
+
 def every(rank: int, world: int) -> Any:
-    return titan(rank, world), shared_batch(rank, world), changing_sizes(rank, world)
+    return (
+        titan(rank, world),
+        shared_batch(rank, world),
+        changing_sizes(rank, world),
+        halves(rank, world),
+    )
 
 
 def test_layers_spread_by_dtensor_are_nodes() -> None:
     absorbed = "absorbed: 3 all_to_all_single"
-    assert (
-        values(run_ranks(WORLD, every, timeout=180))
-        == [((True, "stacked", absorbed), (True, absorbed), [True, True])] * WORLD
-    )
+    left = "left as it is: DTensors are moved or computed with, and gradients are wanted"
+    parts = ([True, True], {"", left})  # without gradients a node, for 7 tokens and for any
+    expected = ((True, "stacked", absorbed), (True, absorbed), [True, True], parts)
+    assert values(run_ranks(WORLD, every, timeout=180)) == [expected] * WORLD
+
+
+class TensorParallel(ExpertParallel):
+    """Each expert is cut over a second dimension of the mesh: what a rank computes is a part of a sum over it."""
+
+    def __init__(self, mesh: Any) -> None:
+        self.mesh = mesh
+
+    def shard(self, name: str, module: nn.Module, mesh: Any) -> None:
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        for own, parameter in module.named_parameters(recurse=False):
+            halves = [Shard(0), Shard(2 if own == "w2" else 1)]
+            module.register_parameter(own, nn.Parameter(distribute_tensor(parameter, self.mesh, halves)))
+
+    def combine(self, module: nn.Module, outputs: Tensor, mesh: Any) -> Tensor:
+        return super().combine(module, all_reduce(outputs, "sum", self.mesh["other"].get_group()), mesh)
+
+
+def explained(style: type[ExpertParallel], inner: int) -> tuple[Any, str]:
+    """(the one layer of a block on a mesh of two dimensions, the group of its experts)."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    with fake_ep_group(4, 1), torch.no_grad():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "other"))
+        block = Block(inner)
+        block.gate = nn.Parameter(distribute_tensor(block.gate, mesh, [Replicate(), Shard(0)]))
+        (style(mesh) if style is TensorParallel else style()).apply(block.experts, mesh["ep"])
+        (site,) = moefuse.explain(block, torch.randn(7, H)).sites
+        return site, mesh["ep"].get_group().group_name
+
+
+def test_the_experts_of_a_mesh_of_two_dimensions_are_those_of_one() -> None:
+    site, group = explained(ExpertParallel, I)
+    assert site.fused
+    assert (site.spec.num_experts, site.spec.ep_world_size) == (E, 2)
+    assert f"the 2 ranks of group {group}" in site.comm
+
+
+def test_experts_that_are_cut_besides_stay_by_name() -> None:
+    site, _ = explained(TensorParallel, 2 * I)
+    assert not site.fused
+    assert "no rule says what _c10d_functional::all_reduce of expert outputs" in site.reason
