@@ -56,19 +56,25 @@ class Run {
         const TileRegisters<D> tiles;
         if (layer_.remote && threads > 1 && thread == threads - 1) pull_ahead(thread);
         first_.work(thread, [&](const Task& task, const Task* next) { first_gemm(task, next, thread); });
-#pragma omp barrier
+        meet(threads);
         second_.work(thread, [&](const Task& task, const Task* next) { second_gemm(task, next, thread); });
         if (layer_.remote && layer_.row_norm == PLAIN) return;
-#pragma omp barrier
+        meet(threads);
         if (layer_.row_norm != PLAIN) {
             for (int64_t row = rows_ * thread / threads; row < rows_ * (thread + 1) / threads; row++) normalise(row);
             if (layer_.remote) return;
-#pragma omp barrier
+            meet(threads);
         }
         combine(thread, threads);
     }
 
    private:
+    // All threads are here. One alone has nobody to wake, which GCC's runtime would do all the same: a system call.
+    static void meet(int threads) {
+        if (threads == 1) return;
+#pragma omp barrier
+    }
+
     static constexpr int64_t TURNED_BYTES = round_up(DOT_WIDTH * TURNED_STRIDE * sizeof(float), 64);
 
     // The weighted rows are rounded, so they can be weighted where they lie.
@@ -316,6 +322,7 @@ class Run {
 void run(const Layer& layer) {
     const int threads = int(layer.threads);
     Run<MOEFUSE_TYPE> run(layer, threads);
+    if (threads == 1) return run.thread(0, 1);
 #pragma omp parallel num_threads(threads)
     // fewer threads than asked for do the work of all
     run.thread(omp_get_thread_num(), omp_get_num_threads());
