@@ -23,7 +23,9 @@ extern "C" double probe_read(const char* from, int64_t bytes, int threads) {
 // Multiplications and additions with all operands in the L1 cache: how many there were.
 template <class D>
 static double peak(int threads) {
-    constexpr int K = 256, ROUNDS = 4000, ROWS = moefuse::TILES<D> ? moefuse::WIDE : moefuse::STRIP;
+    // as many sums as there are registers for
+    constexpr int ALL = moefuse::LANES == 16 ? 12 : moefuse::STRIP;
+    constexpr int K = 256, ROUNDS = 4000, ROWS = moefuse::TILES<D> ? moefuse::WIDE : ALL;
 #pragma omp parallel num_threads(threads)
     {
         alignas(64) static thread_local D w[ROWS * (K + 32)], x[K * moefuse::WIDE];
@@ -35,7 +37,7 @@ static double peak(int threads) {
                 moefuse::tile_block<2, 2>(w, K + 32, x, K, c, moefuse::WIDE, [](int) {});
             else
 #endif
-            moefuse::packed_tile<D, moefuse::STRIP, 2>(w, K + 32, x, K, c, moefuse::WIDE, moefuse::RowsAhead<D>(w, 0, 0), 0);
+            moefuse::packed_tile<D, ALL, 2>(w, K + 32, x, K, c, moefuse::WIDE, moefuse::RowsAhead<D>(w, 0, 0), 0);
     }
     return 2.0 * threads * ROUNDS * ROWS * moefuse::WIDE * K;
 }

@@ -1,6 +1,6 @@
-// Drives steps between ranks, threads of this process, with every window and tensor in a heap block of exactly its size,
-// so that a sanitizer sees each access that is out of bounds. In: the number of the library's dtype. Prints the number of
-// steps, and fails where the ranks' traffic doesn't add up.
+// Drives steps between ranks, threads of this process, with every window and tensor in a heap block of exactly its
+// size, so that a sanitizer sees each access that is out of bounds. In: the number of the library's dtype. Prints the
+// number of steps, and fails where the ranks' traffic doesn't add up.
 #include <cstdio>
 #include <cstdlib>
 #include <thread>
@@ -34,7 +34,8 @@ static int64_t rank_main(const Shape& s, int64_t rank, char* const* windows, con
     Exchange exchange{windows, s.world, rank, s.experts, s.top_k, s.tokens, 48, offsets[0], offsets[1], offsets[2],
                       offsets[3], offsets[4], s.hidden * size, s.outputs * size, received.data,
                       reinterpret_cast<std::atomic<uint8_t>*>(states.data), 100, 1000000};
-    Block w1(s.experts * 2 * s.inner * s.hidden * size), w2(s.experts * s.outputs * s.inner * size), nums(s.experts * 4);
+    Block w1(s.experts * 2 * s.inner * s.hidden * size), w2(s.experts * s.outputs * s.inner * size);
+    Block nums(s.experts * 4);
     unsigned state = unsigned(rank) + 1;
     int64_t moved = 0;
     for (int64_t step = 0; step < 12; step++) {

@@ -319,8 +319,8 @@ TORCH_LIBRARY_IMPL(moefuse, CPU, m) {
 
 #define MOEFUSE_EXPORT extern "C" __attribute__((visibility("default")))
 
-// `type`: which dtype's kernel these functions are. `name`: the value of MOEFUSE_CPU_ISA ("": unset) by which it was chosen;
-// those of another value are forgotten.
+// `type`: which dtype's kernel these functions are. `name`: the value of MOEFUSE_CPU_ISA ("": unset) by which it was
+// chosen; those of another value are forgotten.
 MOEFUSE_EXPORT void moefuse_bind(int64_t type, int (*run)(const Layer*), const Layer* (*last)(int64_t*),
                                  const char* name) {
     enabled.store(false, std::memory_order_release);

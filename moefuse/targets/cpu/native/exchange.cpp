@@ -2,8 +2,8 @@
 //
 // In: a `Step`. Out: y of this rank's tokens. The rank publishes its token rows and its slots sorted by expert in its
 // own window and tells every rank where that rank's slots lie; all ranks meet; the GEMMs pull what they need and write
-// result rows into the windows of their owners (remote.h, run.cpp); all ranks meet; each sums its own rows. It speaks the
-// protocol of comm/shared_memory.py, rank by rank: some may run that and some this.
+// result rows into the windows of their owners (remote.h, run.cpp); all ranks meet; each sums its own rows. It speaks
+// the protocol of comm/shared_memory.py, rank by rank: some may run that and some this.
 #include "exchange.h"
 
 #include <omp.h>
@@ -85,7 +85,8 @@ static void sum_planes(const Layer& layer, int64_t experts, const D* planes) {
         for (int64_t token = 0; token < layer.tokens; token++) {
             for (int64_t j = 0; j < top_k; j++) {
                 const int64_t slot = token * top_k + j, id = layer.id(slot);
-                choices[j] = id < 0 || id >= experts + layer.identities ? NO_EXPERT : id < experts ? SOME_EXPERT : ITSELF;
+                const bool nobody = id < 0 || id >= experts + layer.identities;
+                choices[j] = nobody ? NO_EXPERT : id < experts ? SOME_EXPERT : ITSELF;
                 if (weighs) weights[j] = scalar(layer.topk_weights, slot, layer.weights_type);
             }
             const D* rows = planes + token * top_k * outputs;

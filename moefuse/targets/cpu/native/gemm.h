@@ -107,7 +107,9 @@ static void multiply_packed(const View<D>& view, int n, const Tokens<D>& tokens,
 template <class D>
 static void multiply_rows(const View<D>& view, int n, const Tokens<D>& tokens, int64_t k, float* c, ptrdiff_t ldc,
                           const D* next) {
-    const int64_t most = BLOCK_BYTES / int64_t(sizeof(typename Mac<D>::X)), blocks = (k + most - 1) / most;
+    // few token rows leave the L1 cache room for more of each: memory likes long stretches of a weight's row better
+    const int64_t bytes = tokens.count < 4 ? 4 * BLOCK_BYTES / tokens.count : BLOCK_BYTES;
+    const int64_t most = bytes / int64_t(sizeof(typename Mac<D>::X)), blocks = (k + most - 1) / most;
     const int64_t block = round_up((k + blocks - 1) / blocks, 32);
     if constexpr (PACKS<D>)
         if (tokens.in_blocks)
@@ -134,8 +136,8 @@ static void multiply_columns(const View<D>& view, int n, const Tokens<D>& tokens
     start(view, n, tokens.count, c, ldc);
     for (int64_t k0 = 0; k0 < k; k0 += rows) {
         const int own = int(k - k0 < rows ? k - k0 : rows);
-        outer_panel<D>(view.w + k0 * view.stride_k, view.stride_k, n, tokens.rows + k0, tokens.stride, tokens.count, own,
-                       c, ldc, k0 + rows < k ? view.w + (k0 + rows) * view.stride_k : next);
+        const D *w = view.w + k0 * view.stride_k, *then = k0 + rows < k ? w + rows * view.stride_k : next;
+        outer_panel<D>(w, view.stride_k, n, tokens.rows + k0, tokens.stride, tokens.count, own, c, ldc, then);
     }
 }
 

@@ -60,8 +60,8 @@ struct Columns<bf16> {
 // ALONE: it asks for its own columns some rows further on. CUT: only its first n columns exist; it asks for nothing.
 enum Tile { SHARED, ALONE, CUT };
 
-// V vectors of columns over whole pairs of k; V is even. Not inlined: beside the loops around it the compiler runs out of
-// registers.
+// V vectors of columns over whole pairs of k; V is even. Not inlined: beside the loops around it the compiler runs out
+// of registers.
 template <class D, int T, int V, Tile KIND>
 __attribute__((noinline)) static RowsAhead<D> outer_tile(const D* w, ptrdiff_t ldk, const typename Mac<D>::X* x,
                                                          ptrdiff_t ldx, int k, float* c, ptrdiff_t ldc, int n,
@@ -104,8 +104,8 @@ __attribute__((noinline)) static RowsAhead<D> outer_tile(const D* w, ptrdiff_t l
 
 // Groups of T tokens against whole vectors of columns; as many as tiles of V vectors cover, the rest by narrower ones.
 template <class D, int T, int V = SUMS / T / 2 * 2>
-static void outer_tokens(const D* w, ptrdiff_t ldk, int n, const typename Mac<D>::X* x, ptrdiff_t ldx, int groups, int k,
-                         float* c, ptrdiff_t ldc, RowsAhead<D> ahead) {
+static void outer_tokens(const D* w, ptrdiff_t ldk, int n, const typename Mac<D>::X* x, ptrdiff_t ldx, int groups,
+                         int k, float* c, ptrdiff_t ldc, RowsAhead<D> ahead) {
     constexpr int LINES = V * LANES * Mac<D>::PAIR * int(sizeof(D)) / 64;  // of W per step
     int column = 0;
     for (; column + V * LANES <= n; column += V * LANES) {
@@ -144,10 +144,10 @@ static void outer_groups(const D* w, ptrdiff_t ldk, int n, const typename Mac<D>
     }
 }
 
-// t rows of X over k values against n columns of W, at most OUTER_WIDTH. x and c [..][ldc] have MOST_TOKENS - 1 rows and
-// two vectors of columns to spare: a group of tokens is filled up with rows that nobody reads. With several groups `next`,
-// what will be read afterwards, as many rows and columns, is fetched evenly over the steps, so that memory and arithmetic
-// overlap.
+// t rows of X over k values against n columns of W, at most OUTER_WIDTH. x and c [..][ldc] have MOST_TOKENS - 1 rows
+// and two vectors of columns to spare: a group of tokens is filled up with rows that nobody reads. With several groups
+// `next`, what will be read afterwards, as many rows and columns, is fetched evenly over the steps, so that memory and
+// arithmetic overlap.
 template <class D>
 static void outer_panel(const D* w, ptrdiff_t ldk, int n, const typename Mac<D>::X* x, ptrdiff_t ldx, int t, int k,
                         float* c, ptrdiff_t ldc, const D* next) {

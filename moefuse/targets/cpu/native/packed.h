@@ -15,7 +15,7 @@ namespace moefuse {
 
 constexpr int WIDE = 2 * LANES;
 #if defined(MOEFUSE_ISA_AVX512)
-constexpr int STRIP = 12;  // 24 sums, two vectors of tokens and a repeated weight in 32 registers
+constexpr int STRIP = 8;  // rows often lie 4096 bytes apart: one set of the L1 cache, which holds 12 lines
 constexpr int MOST_DOTS = 24;  // tokens beyond whole blocks that are cheaper as dot products (measured)
 #else
 constexpr int STRIP = 6;
@@ -25,8 +25,8 @@ constexpr int MOST_DOTS = 6;
 template <class D>
 constexpr bool PACKS = sizeof(typename Mac<D>::X) == sizeof(D);
 
-// How many of t tokens are computed here, a multiple of LANES. Beyond whole blocks: none if they are few, else a half or
-// a whole block, filled up with zeros; all where tiles read the weights as they lie.
+// How many of t tokens are computed here, a multiple of LANES. Beyond whole blocks: none if they are few, else a half
+// or a whole block, filled up with zeros; all where tiles read the weights as they lie.
 template <class D>
 static inline int packed_tokens(int t) {
     const int rest = t % WIDE, blocks = t - rest;
@@ -51,8 +51,10 @@ static inline void transpose(const uint32_t* from, ptrdiff_t ldf, uint32_t* to, 
         }
     // r[4 q + c], 128-bit lane l: words 4 l + c of rows 4 q .. 4 q + 3
     for (int c = 0; c < 4; c++) {
-        const __m512i low = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88), high = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x88);
-        const __m512i low2 = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xdd), high2 = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xdd);
+        const __m512i low = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88);
+        const __m512i high = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x88);
+        const __m512i low2 = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xdd);
+        const __m512i high2 = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xdd);
         _mm512_storeu_si512(to + c * ldt, _mm512_shuffle_i32x4(low, high, 0x88));
         _mm512_storeu_si512(to + (4 + c) * ldt, _mm512_shuffle_i32x4(low2, high2, 0x88));
         _mm512_storeu_si512(to + (8 + c) * ldt, _mm512_shuffle_i32x4(low, high, 0xdd));
@@ -75,8 +77,8 @@ static void pack(const X* rows, ptrdiff_t ldx, int64_t k, X* to) {
             transpose(from + v * LANES * stride + i, stride, block + (i * V + v) * LANES, V * LANES);
 }
 
-// R rows of W against a block of V vectors of tokens over whole pairs of k; sums [R][ldc] are added to. Asks for so many
-// lines of weights with every 64 bytes of k.
+// R rows of W against a block of V vectors of tokens over whole pairs of k; sums [R][ldc] are added to. Asks for so
+// many lines of weights with every 64 bytes of k.
 template <class D, int R, int V>
 static inline RowsAhead<D> packed_tile(const D* w, ptrdiff_t ldw, const D* x, int k, float* c, ptrdiff_t ldc,
                                        RowsAhead<D> ahead, int lines) {

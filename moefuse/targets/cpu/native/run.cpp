@@ -96,7 +96,8 @@ class Run {
         return workspace_.data() + row_bytes_ + result_bytes_ + thread * scratch_bytes();
     }
     int64_t scratch_bytes() const {
-        return x_bytes_ + packed_bytes_ + 2 * sums_bytes_ + round_up(3 * sums_stride_ * sizeof(float), 64) + TURNED_BYTES;
+        const int64_t row = round_up(3 * sums_stride_ * sizeof(float), 64);
+        return x_bytes_ + packed_bytes_ + 2 * sums_bytes_ + row + TURNED_BYTES;
     }
     // `count` token rows of a thread, to be filled.
     Tokens<D> tokens_of(int thread, int count) const {
@@ -282,7 +283,8 @@ class Run {
         }
     }
     int64_t expert_of(int64_t row) const {
-        return std::upper_bound(routing_.first.begin(), routing_.first.end(), int32_t(row)) - routing_.first.begin() - 1;
+        const auto& first = routing_.first;
+        return std::upper_bound(first.begin(), first.end(), int32_t(row)) - first.begin() - 1;
     }
 
     void combine(int thread, int threads) {
