@@ -120,11 +120,11 @@ def mc2(x: Tensor, logits: Tensor, *tensors: Tensor, scheme: str = "bf16") -> Te
 def mc2_and_norm(x: Tensor, logits: Tensor, *tensors: Tensor, scheme: str = "bf16") -> Tensor:
     """The combine that adds the residual and has the next norm in it; both of its outputs are read."""
     routing, ids = route(logits)
-    mode = 2 if scheme in ROWS_OF_INTEGERS else 0
+    sent = SENT.get(scheme, {})
     rows, scales, where, counts, received, _, _ = npu.npu_moe_distribute_dispatch_v2(
-        x, ids, GROUP, WORLD, RANK, E, quant_mode=mode
+        x, ids, GROUP, WORLD, RANK, E, **sent
     )
-    y = MLPS[scheme](rows, scales, counts, tensors)
+    y = MLPS[scheme](rows, scales if sent else None, counts, tensors)
     gamma = torch.linspace(0.5, 1.5, x.shape[1], dtype=x.dtype)
     normed, _, residual = npu.npu_moe_distribute_combine_add_rms_norm(
         y, ids, where, received, routing, x.unsqueeze(1), gamma, GROUP, WORLD, RANK, E, norm_eps=1e-5

@@ -18,10 +18,9 @@ from moefuse.patterns.facts import Ranks
 from moefuse.testing import npu_reference_kernels
 from tests.comm.ranks import run_ranks, values
 from tests.npu import shells
-from tests.npu.loops import of_scheme
 from tests.npu.sequences import E, K, npu, route
 from tests.npu.shells import LOCAL, MLPS, RANK, WORLD, exchange, histogram, lengths
-from tests.npu.test_shells import LOOP, T, captured, off, operands, why
+from tests.npu.test_shells import LOOP, T, by_slots, captured, off, operands, why
 
 
 @pytest.fixture
@@ -65,7 +64,7 @@ def two_ranks(rank: int, world: int) -> list[tuple[int, float, float]]:
         with torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=True):
             want = layer(*arguments)
             got = torch.compile(layer, backend="moefuse", options=options, fullgraph=True)(*arguments)
-        loop = of_scheme(scheme, *arguments[:2], *tensors)
+        loop = by_slots(scheme, *arguments[:2], *tensors)
         found.append((moefuse.reports()[-1].fused, off(got, want), off(got, loop)))
     return found
 

@@ -14,11 +14,9 @@ import tests.npu.ready  # noqa: F401  (before the operators)
 from moefuse.passes.halves import WHOLE, join, split
 from moefuse.testing import capture_graph
 from tests.npu import shells
-from tests.npu.loops import of_scheme
-from tests.npu.quant_sequences import H
 from tests.npu.sequences import E
 from tests.npu.shells import MLPS
-from tests.npu.test_shells import LOOP, off, operands
+from tests.npu.test_shells import LOOP, by_slots, off, operands
 
 NAME = f"{WHOLE.replace('::', '.')}.default"
 
@@ -44,10 +42,13 @@ def test_the_layer_is_one_node_and_the_norm_stays(scheme: str, one_rank: None) -
     assert names.count("npu.npu_add_rms_norm.default") == 1
     assert not [name for name in names if "distribute" in name]
     got, want = fused.graph_module(*graph.inputs)[0], shells.mc2_and_norm(*arguments, scheme=scheme)
-    assert got.shape == want.shape == (arguments[0].shape[0], 2, H)
+    tokens, hidden = arguments[0].shape
+    assert got.shape == want.shape == (tokens, 2, hidden)
     assert off(got, want) < 1e-2  # bfloat16, whose sums the combine may round in another place
-    x = arguments[0].double() + of_scheme(scheme, *arguments)
-    normed = x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * torch.linspace(0.5, 1.5, H).double()
+    x = arguments[0].double() + by_slots(scheme, *arguments)
+    normed = (
+        x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * torch.linspace(0.5, 1.5, hidden).double()
+    )
     assert off(got, torch.stack([normed, x], dim=1)) < LOOP
 
 
