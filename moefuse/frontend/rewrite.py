@@ -22,7 +22,16 @@ from moefuse.frontend import runtime
 from moefuse.frontend.admit import admit, asks_whether_empty, is_cat
 from moefuse.frontend.liveness import live_names, loads, stores
 from moefuse.frontend.lookup import root_of
-from moefuse.frontend.search import Found, enumerated, loops_of, skip_test, statements, worth_reading
+from moefuse.frontend.search import (
+    Found,
+    counts_of,
+    enumerated,
+    is_bincount,
+    loops_of,
+    skip_test,
+    statements,
+    worth_reading,
+)
 from moefuse.frontend.source import HELPERS, RefusedError, Source, build, demand_plain, parse
 
 
@@ -38,6 +47,9 @@ def rewrite(
     source, found = examine(function, owners)
     if source is None:
         return None
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(runtime.bincount.__code__)  # by itself, where Dynamo leaves the caller to Python, it says nothing
     for loop in found:
         loop.number = number(source, loop)
     definition = _Rewriter(found, source.definition).visit(source.definition)
@@ -57,12 +69,12 @@ def examine(function: Callable[..., Any], owners: Sequence[nn.Module]) -> tuple[
     if code is None or not worth_reading(code):
         return None, []
     source = parse(function)
-    found = list(loops_of(source.definition))
+    found = list(loops_of(source.definition)) or list(counts_of(source.definition))
     if not found:
         return None, []
     demand_plain(function, source)
     live = live_names(source.definition.body)
-    for loop in found:
+    for loop in (loop for loop in found if loop.kind != "counts"):
         for owner in owners:
             admit(loop, source, owner, live[loop.node])
     shared = [name for loop in found for name in loop.lists]
@@ -87,15 +99,6 @@ def _allocates(value: ast.expr) -> bool:
     calls = [n for n in ast.walk(value) if isinstance(n, ast.Call) and n is not value]
     sizes = all(isinstance(call.func, ast.Attribute) and call.func.attr == "size" for call in calls)
     return made and sizes and not any(isinstance(n, ast.NamedExpr) for n in ast.walk(value))
-
-
-def _is_bincount(call: ast.Call) -> bool:
-    """True for `torch.bincount(ids, minlength=n)`."""
-    function = call.func
-    named = (
-        isinstance(function, ast.Attribute) and function.attr == "bincount" and root_of(function) == "torch"
-    )
-    return named and len(call.args) == 1 and [keyword.arg for keyword in call.keywords] == ["minlength"]
 
 
 def _of_numpy(value: ast.expr) -> ast.expr | None:
@@ -127,7 +130,7 @@ class _Rewriter(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.expr:
         """`torch.cat(outputs)` leaves the loop; bincount has a length that is known while tracing."""
         self.generic_visit(node)
-        if _is_bincount(node):
+        if is_bincount(node):
             first = min(loop.number for loop in self.found.values())
             call = _helper("bincount", ast.Constant(first), node.args[0], node.keywords[0].value)
             return ast.copy_location(call, node)

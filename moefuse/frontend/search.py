@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from moefuse.frontend.liveness import loads, stores
+from moefuse.frontend.lookup import root_of
 
 LISTS_HITS = frozenset(("nonzero", "argwhere", "where", "unique", "unique_consecutive"))
 """Calls whose result is as long as the data wants."""
@@ -34,6 +35,7 @@ class Test:
 class Found:
     """A loop to rewrite. kind: "rows", "numbers" (of a tolist) or "plain"; construct: what breaks the graph there.
 
+    Of kind "counts" it is a bincount in a function without such loops; node then has its place only.
     refused: why it can't be rewritten, whatever its body does; "" if it may be.
     """
 
@@ -54,9 +56,27 @@ def worth_reading(code: types.CodeType) -> bool:
     Reading sources costs time: most functions have no loop, or none over what such a loop needs.
     """
     words = LISTS_HITS | COUNTS | {"shape", "tolist", "numpy", "len"}
-    return not words.isdisjoint(code.co_names) and any(
-        i.opname == "FOR_ITER" for i in dis.get_instructions(code)
-    )
+    names = set(code.co_names)
+    loops = any(i.opname == "FOR_ITER" for i in dis.get_instructions(code))
+    return (loops and not words.isdisjoint(names)) or {"bincount", "tolist"} <= names
+
+
+def is_bincount(call: ast.AST) -> bool:
+    """True for `torch.bincount(ids, minlength=n)`."""
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+        return False
+    named = call.func.attr == "bincount" and root_of(call.func) == "torch"
+    return named and len(call.args) == 1 and [keyword.arg for keyword in call.keywords] == ["minlength"]
+
+
+def counts_of(definition: ast.FunctionDef) -> Iterator[Found]:
+    """The counts of a function whose number Dynamo doesn't know, where it makes lists of counts."""
+    if not any(isinstance(n, ast.Attribute) and n.attr == "tolist" for n in ast.walk(definition)):
+        return
+    for call in ast.walk(definition):
+        if isinstance(call, ast.Call) and is_bincount(call):
+            place = ast.For(ast.Name("_", ast.Store()), call, [], [])
+            yield Found(ast.copy_location(place, call), "counts", ast.unparse(call))
 
 
 def loops_of(definition: ast.FunctionDef) -> Iterator[Found]:

@@ -23,6 +23,7 @@ from moefuse.patterns.facts import Axis, Cases, Count, Expr, Fact, Group, Leaf, 
 from moefuse.patterns.loop_regions import Marked
 from moefuse.patterns.loops import constant, pick_of
 from moefuse.patterns.rank_facts import Local
+from moefuse.patterns.ranks import MOST_EXPERTS, carried, owners
 from moefuse.patterns.router import topk_of
 from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
 
@@ -259,12 +260,23 @@ class Prover:
 
     def _within(self, loop: Marked) -> list[Expr]:
         """The claim that ids are below a number."""
-        fact, bound = self.fact(argument(loop.token, 1)), argument(loop.token, 2)
-        ids = fact.expr if fact is not None else None
-        most = _choices(Ids(ids.node)) if isinstance(ids, Leaf) else None
-        if most is None or most > bound:
+        bound = argument(loop.token, 2)
+        if not isinstance(bound, int) or not self._below(argument(loop.token, 1), bound):
             raise UnprovedError({loop.number: f"bincount may give more than its minlength of {bound} counts"})
         return []
+
+    def _below(self, ids: Node, bound: int) -> bool:
+        """True for ids below the bound: of a top-k, or what integer arithmetic makes of all that there are."""
+        chain: list[Node] = []
+        while True:
+            fact = self.fact(ids)
+            if fact is not None and isinstance(fact.expr, Leaf):
+                ids = fact.expr.node
+            if (most := _choices(Ids(ids))) is not None:
+                return most <= MOST_EXPERTS and bool((carried(chain, torch.arange(most)) < bound).all())
+            if (step := owners(ids, torch.zeros(1, dtype=torch.int64))) is None:
+                return False
+            chain, ids = [ids, *chain], step[0]
 
     # --- what leaves the loop
 

@@ -102,6 +102,24 @@ class ByExpert(Block):
         return rows[order.argsort()].view(-1, self.k, H).sum(1)
 
 
+class ByBins(ByExpert):
+    """Counts by bincount, which may be longer than `minlength`: `moefuse.compile` is for that."""
+
+    fewer = 0
+
+    def routed(self, x: Tensor) -> Tensor:
+        weights, ids = self.route(x)
+        flat = ids.flatten()
+        order = flat.argsort(stable=True)
+        rows, experts = x[order // self.k], flat[order]
+        counts = torch.bincount(experts // self.local, minlength=self.world - self.fewer)
+        sent, received = counts.tolist(), self.exchange(counts, None, None).tolist()
+        here = self.exchange(experts, received, sent)
+        rows = self.gathered(self.exchange(rows, received, sent), here - self.rank * self.local)
+        rows = self.exchange(rows, sent, received) * weights.flatten()[order, None]
+        return rows[order.argsort()].view(-1, self.k, H).sum(1)
+
+
 class ByRank(ByExpert):
     """Slots sorted by the rank that has their expert, sums by scatter, ids made local by a remainder."""
 

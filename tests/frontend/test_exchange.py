@@ -11,6 +11,7 @@ from moefuse.frontend import exchange
 from moefuse.frontend.source import RefusedError
 from moefuse.testing import fake_ep_group
 from moefuse.testing.programs import Sizes
+from tests.comm.spread_models import ByBins, tokens
 from tests.support import qwen3_block
 
 SIZES = Sizes(tokens=6, top_k=2, experts=8, hidden=16, inter=8)
@@ -104,3 +105,34 @@ def test_only_the_known_branch_goes(case: str) -> None:
     definition: Any = ast.parse(text).body[0]
     with pytest.raises(RefusedError):
         exchange._without_branch(definition)
+
+
+@pytest.mark.parametrize(
+    ("fewer", "reason"), [(0, ""), (1, "bincount may give more than its minlength of 1")]
+)
+def test_counts_by_bincount_are_as_many_as_there_are_ranks(fewer: int, reason: str) -> None:
+    """Of the owners of a top-k's experts no more; Dynamo would not know how many there are."""
+    with fake_ep_group(2, 1), torch.no_grad():
+        block = ByBins(1, 2)
+        block.fewer = fewer
+        sites = moefuse.explain(block, tokens(7, 1)).sites
+    assert any("absorbed: 4" in site.comm for site in sites) is not bool(fewer)
+    assert reason in " ".join(site.reason for site in sites)
+
+
+class Raises(ByBins):
+    """Dynamo leaves such a function to Python, with what it calls."""
+
+    def routed(self, x: torch.Tensor) -> torch.Tensor:
+        ids = self.route(x)[1]
+        counts = torch.bincount(ids.flatten(), minlength=self.experts).tolist()
+        if torch.compiler.is_compiling():
+            raise RuntimeError("not under torch.compile")
+        return x * sum(counts)
+
+
+def test_a_count_in_a_function_that_isnt_traced_is_a_count() -> None:
+    block = Raises(0, 1, group=0)
+    x = tokens(7, 1)
+    with torch.no_grad():
+        assert torch.equal(moefuse.compile(block, inner="eager")(x), x * 14)
