@@ -108,7 +108,7 @@ def _run(
         halves = split(graph)
     with _timed(result.seconds, "lift"):
         lifted = lift(graph)
-        forms = plan_comm.forms(graph, find(graph, parameters, lifted))
+        forms = plan_comm.forms(graph, find(graph, parameters, lifted), lifted.losses)
         candidates = [form.candidate for form in forms]
         proofs = prove(loops, lifted)
     if record:

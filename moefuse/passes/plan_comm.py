@@ -5,7 +5,7 @@ of a context for each layer that all ranks fuse (`agree`), a reason for every ot
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -16,10 +16,10 @@ from moefuse import policy
 from moefuse.graph.groups import Place, place_in
 from moefuse.options import Options
 from moefuse.passes.agree import Wish, contexts_of, settled
-from moefuse.passes.fuse import escaping, outliving, travels, why_not
-from moefuse.passes.lift import MOVES, Candidate
+from moefuse.passes.fuse import escaping, operand_leaves, outliving, travels, why_not
+from moefuse.passes.lift import MOVES, Candidate, explain
 from moefuse.passes.streams import crossing, off_stream
-from moefuse.patterns.facts import Const, Op
+from moefuse.patterns.facts import Const, Lost, Op
 from moefuse.patterns.gathered import gathered
 from moefuse.patterns.mc2 import DISPATCH
 from moefuse.patterns.pointwise import walk
@@ -77,8 +77,8 @@ class Form:
     words: str = ""
 
 
-def forms(graph: Graph, candidates: Sequence[Candidate]) -> list[Form]:
-    """The candidates as the collectives around them make them."""
+def forms(graph: Graph, candidates: Sequence[Candidate], losses: Mapping[Node, Lost]) -> list[Form]:
+    """The candidates as the collectives around them make them. losses: why a collective's rows mean nothing."""
     sends = sorted(
         node for target in DISPATCHES for node in graph.find_nodes(op="call_function", target=target)
     )
@@ -86,10 +86,10 @@ def forms(graph: Graph, candidates: Sequence[Candidate]) -> list[Form]:
     names += [str(argument(node, 2, "group_ep")) for node in graph.nodes if op_name(node) in MC2]
     places = [place_in(group) for group in dict.fromkeys(names)]
     senders = tuple(place for place in places if place is not None)
-    return [_form(candidate, senders) for candidate in candidates]
+    return [_form(candidate, senders, losses) for candidate in candidates]
 
 
-def _form(candidate: Candidate, senders: tuple[Place, ...]) -> Form:
+def _form(candidate: Candidate, senders: tuple[Place, ...], losses: Mapping[Node, Lost]) -> Form:
     site = candidate.site
     if site is None:
         return Form(candidate, senders, candidate.reason)
@@ -100,12 +100,26 @@ def _form(candidate: Candidate, senders: tuple[Place, ...]) -> Form:
             return Form(candidate, (found.place,), found.reason, f"its collectives stay: {found.reason}")
         return Form(replace(candidate, node=found.site.node, site=found.site))
     if senders and _reaches(site.node, DISPATCHES) is not None:
-        return Form(candidate, senders, "its rows are sent on, and aren't proved to have come from all ranks")
+        why = "its rows are sent on, and aren't proved to have come from all ranks"
+        cause = _lost_on_the_way(site, losses)
+        return Form(candidate, senders, why, "its collectives stay: " + (explain(cause) if cause else why))
     if (total := _reaches(site.node, SUMS)) is not None and argument(total, 1) == "sum":
         group = argument(total, 2, "group_name")
         words = f"`{total.name}` adds up what the experts of all ranks of group {group} give: it stays, once"
         return Form(candidate, words=words)
     return Form(candidate)
+
+
+def _lost_on_the_way(site: Site, losses: Mapping[Node, Lost]) -> Lost | None:
+    """Why nothing is known of the rows that came to the layer, or of their ids: the first such reason in the graph."""
+    seen, stack = set[Node](), [leaf.node for leaf in operand_leaves(site)]
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+    lost = sorted(node for node in seen if node.target in DISPATCHES and node in losses)
+    return losses[lost[0]] if lost else None
 
 
 def _reaches(node: Node, targets: Sequence[Any]) -> Node | None:

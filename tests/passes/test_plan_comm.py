@@ -293,3 +293,25 @@ def test_explain_draws_the_node_and_asks_nobody() -> None:
     assert report.fused == 1
     assert report.graphs[0].contexts == ()
     assert "rows travel inside the node" in str(report)
+
+
+class Fixed(ByExpert):
+    """Each rank gets as many of the sorted rows, whichever experts they are for."""
+
+    def routed(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.route(x)
+        flat = ids.flatten()
+        order = flat.argsort(stable=True)
+        here = self.exchange(flat[order], None, None)
+        rows = self.gathered(self.exchange(x[order // self.k], None, None), here % self.local)
+        rows = self.exchange(rows, None, None) * weights.flatten()[order, None]
+        return rows[order.argsort()].view(x.shape[0], self.k, -1).sum(1)
+
+
+def test_experts_of_rows_that_are_not_understood_say_which_exchange_stays() -> None:
+    with fake_ep_group(2, 1), torch.no_grad():
+        (site,) = moefuse.explain(Fixed(1, 2), tokens(8, 1)).sites
+    assert (site.fused, site.spec.num_experts, site.spec.ep_world_size) == (True, E // 2, 1)
+    assert site.comm.startswith(
+        "its collectives stay: `all_to_all_single`: rows are sent to other ranks in pieces"
+    )
