@@ -75,8 +75,18 @@ def over_ranks(rank: int, world: int, scheme: str, transport: Any) -> tuple[list
     return y.tolist(), nums.tolist()
 
 
-@pytest.mark.parametrize("transport", ["shared memory", "collectives"])
-@pytest.mark.parametrize("scheme", SCHEMES)
+CASES = [
+    *(
+        (scheme, way)
+        for scheme in SCHEMES
+        if scheme not in BLOCKS
+        for way in ("shared memory", "collectives")
+    ),
+    *(("mxfp8", "shared memory"), ("mxfp4", "collectives")),
+]
+
+
+@pytest.mark.parametrize(("scheme", "transport"), CASES)
 def test_two_ranks_give_what_one_gives(scheme: str, transport: str) -> None:
     got = values(run_ranks(2, over_ranks, scheme, transport))
     x, ids, routing = (
