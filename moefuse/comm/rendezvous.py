@@ -17,6 +17,8 @@ TIMEOUT = 300.0
 """Seconds that a rank waits for the others: they may still be compiling."""
 _LONGEST_SLEEP = 0.02
 _LOOK_SECONDS = 0.2
+_LOOKED_AFTER = 8
+"""So many silent ranks are looked after at a time: each of a thousand that wait would ask about all others."""
 
 
 class Store(Protocol):
@@ -68,6 +70,7 @@ class Meeting:
         """
         self.say(step, value)
         keys = [self._key(step, rank) for rank in range(self.world)]
+        silent = [rank for rank in range(self.world) if rank != self.rank]
         pause, next_look = 0.0005, time.monotonic() + _LOOK_SECONDS
         with _reached():
             while not self._store.check(keys):
@@ -76,7 +79,7 @@ class Meeting:
                 error = self._late(step, keys)
                 if error is None and time.monotonic() > next_look:
                     next_look = time.monotonic() + _LOOK_SECONDS
-                    error = self._left(step, keys)
+                    error = self._left(step, keys, silent)
                 if error is not None and self.abandon(str(error)):
                     raise error
                 time.sleep(pause)
@@ -128,13 +131,20 @@ class Meeting:
             missing,
         )
 
-    def _left(self, step: str, keys: list[str]) -> RendezvousError | None:
-        for rank, key in enumerate(keys):
+    def _left(self, step: str, keys: list[str], silent: list[int]) -> RendezvousError | None:
+        """silent: the ranks whose word hasn't been seen; those of which it is are taken out."""
+        looks = _LOOKED_AFTER
+        for rank in list(silent):
+            ended = self._ended(rank)
             # its word is looked for last: it may have said it, and then ended
-            if rank != self.rank and self._ended(rank) and not self._store.check([key]):
+            if self._store.check([keys[rank]]):
+                silent.remove(rank)
+            elif ended:
                 return RendezvousError(
                     f"rank {rank} failed: its process ended before its word ({step})", (rank,)
                 )
+            elif (looks := looks - 1) == 0:
+                break
         return None
 
     def _key(self, *parts: object) -> str:

@@ -295,6 +295,14 @@ def test_a_meeting_without_a_rank_that_has_ended() -> None:
         second.conclude()
 
 
+def test_few_of_many_silent_ranks_are_looked_after_at_a_time() -> None:
+    asked: list[int] = []
+    meeting = Meeting(dist.HashStore(), "m/5", 3, 100, 0.5, lambda rank: asked.append(rank) is not None)
+    with pytest.raises(RendezvousError, match="no word"):
+        meeting.exchange("a", None)
+    assert set(asked) == {0, 1, 2, 4, 5, 6, 7, 8}
+
+
 class _Gone:
     """A store whose process has ended."""
 
