@@ -142,6 +142,25 @@ def cumsum(lift: Lifting, node: Node) -> Outcome:
     return Fact(Offs(fact.expr.ids, fact.expr.at), fact.dims)
 
 
+def padding_of(lift: Lifting, offsets: object) -> int:
+    """n, where offsets are running sums of counts that were rounded up to multiples of n; 0 for any others."""
+    node, chain = offsets, list[Node]()
+    while isinstance(node, Node) and op_name(node) == "aten::_to_copy":
+        node = argument(node, 0)
+    if not isinstance(node, Node) or op_name(node) != "aten::cumsum":
+        return 0
+    node = argument(node, 0)
+    while not isinstance(lift.fact(node).expr, Count):
+        step = owners(node, torch.zeros(1, dtype=torch.int64))
+        if step is None:
+            return 0
+        chain, node = [node, *chain], step[0]
+    counts = torch.arange(1, 1025)
+    rounded = carried(chain, counts)
+    unit = int(rounded[0])
+    return unit if unit > 1 and torch.equal(rounded, -(-counts // unit) * unit) else 0
+
+
 @rule("aten::lt", "aten::le", "aten::gt", "aten::ge")
 def compare(lift: Lifting, node: Node) -> Outcome:
     """A comparison; with a number, of a slot's place in its expert's queue: a capacity, which drops slots."""

@@ -8,6 +8,7 @@ import torch
 from torch.fx import Node
 
 from moefuse.graph import sizes
+from moefuse.patterns.counts import padding_of
 from moefuse.patterns.facts import (
     Arrived,
     At,
@@ -48,6 +49,10 @@ def grouped_mm(lift: Lifting, node: Node) -> Outcome:
     if len(node.args) > 3 or node.kwargs.get("bias") is not None:
         raise Conflict("a grouped GEMM with a bias argument")
     if not isinstance(offsets.expr, Offs) or offsets.dims != (offsets.expr.at,):
+        if unit := padding_of(lift, argument(node, 2, "offs")):
+            raise Conflict(
+                f"each expert's rows are padded to a multiple of {unit}: not the rows alone are multiplied"
+            )
         raise Conflict("the row offsets of the grouped GEMM are not the running counts of the ids")
     return grouped(node, rows, argument(node, 0), weight, offsets.expr)
 

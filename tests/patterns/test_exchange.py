@@ -267,6 +267,20 @@ class OtherArithmetic(ByRuns):
         return begins[run] + torch.arange(run.shape[0]) + back
 
 
+class Padded(ByRuns):
+    """Room for a multiple of 8 rows for each expert, the first of them its own."""
+
+    def grouped(self, rows: Tensor, offsets: Tensor) -> Tensor:
+        counts = torch.cat([offsets[:1], offsets[1:] - offsets[:-1]])
+        rooms = (counts.clamp(min=8) + 8 - 1) // 8 * 8
+        expert = torch.arange(self.local).repeat_interleave(counts)
+        begins = (rooms.cumsum(0) - rooms)[expert] - (counts.cumsum(0) - counts)[expert]
+        places = begins + torch.arange(expert.shape[0])
+        room = rows.new_zeros(rows.shape[0] + 8 * self.local, H)
+        room[places] = rows
+        return super().grouped(room, rooms.cumsum(0).int())[places]
+
+
 class TwosAdded(ByRuns):
     def exchange(self, rows: Tensor, received: Any, sent: Any) -> Tensor:
         return super().exchange(rows * 2 if received is None else rows, received, sent)
@@ -290,6 +304,7 @@ WRONG: dict[type[Block], str] = {
     RunEnds: "not in the order of a sort by expert",
     OtherRun: "not in the order of a sort by expert",
     OtherArithmetic: "not in the order of a sort by expert",
+    Padded: "each expert's rows are padded to a multiple of 8",
     TwosAdded: "isn't proved to be what each rank said it sends",
 }
 
