@@ -354,8 +354,8 @@ def test_without_a_working_compiler_it_warns_once_and_runs(monkeypatch, tmp_path
 def test_only_the_dtype_that_a_layer_has_is_built(monkeypatch, tmp_path) -> None:
     built = []
 
-    def fail(*_: object) -> None:
-        built.append(_[-1])
+    def fail(*arguments: object) -> None:
+        built.append(arguments[-1])
         raise build.BuildError("not now")
 
     monkeypatch.setattr(build, "compile_into", fail)

@@ -1,9 +1,9 @@
 """Calls of the operator that skip Python: native/binding.cpp, built and switched on.
 
-In: the kernels as loaded by kernel.py, one for each dtype. Out: from then on the operator's plain calls on the CPU go from torch's
-dispatcher to the kernel; all others come to Python as before. Calls with constants or weights not met before come here
-once. While something other than this target answers mega_moe(target="cpu"), as tools and tests have it, every call
-comes here.
+In: the kernels as loaded by kernel.py, one for each dtype. Out: from then on the operator's plain calls on the CPU go
+from torch's dispatcher to the kernel; all others come to Python as before. Calls with constants or weights not met
+before come here once. While something other than this target answers mega_moe(target="cpu"), as tools and tests have
+it, every call comes here.
 """
 
 import ctypes
@@ -50,7 +50,7 @@ class Binding:
                 self._library, self.loaded = _load(), True
 
     def bind(self, dtype: torch.dtype, kernel: ctypes.CDLL, answer: kernels.Kernel) -> None:
-        """Take the dtype's calls for `kernel` while `answer` answers target="cpu" and MOEFUSE_CPU_ISA stays as it is."""
+        """Take the dtype's calls for `kernel` while `answer` is what answers target="cpu" and MOEFUSE_CPU_ISA stays."""
         if self._kernels.get(dtype) is kernel:
             return
         self.load()

@@ -24,7 +24,7 @@ from moefuse.targets.cpu.isa import Isa
 
 SOURCES = Path(__file__).parent / "native"
 CACHE_VARIABLE = "MOEFUSE_CACHE_DIR"
-# -O2: the loops that matter say themselves how far they are unrolled; -O3 gains nothing and costs a fifth more to build.
+# -O2: the loops that matter say themselves how far they are unrolled; -O3 gains nothing and takes a fifth longer.
 # -fno-math-errno and no trapping: nothing reads either. Not -ffast-math: NaN and infinity must stay what they are.
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-w")
 TYPES = {torch.float32: "float", torch.bfloat16: "bf16", torch.float16: "f16"}
