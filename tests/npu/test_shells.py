@@ -267,4 +267,5 @@ def test_a5_takes_a_layer_in_mx_blocks() -> None:
     machine = Conditions("Ascend950PR_9599", "R6", 64, scheme="mxfp8")
     assert decide_npu(site.spec, machine).check == "hidden"
     assert decide_npu(spec, machine).ok
-    assert decide_npu(spec, dataclasses.replace(machine, soc="Ascend910_9382")).check == "scheme"
+    refused = decide_npu(spec, dataclasses.replace(machine, soc="Ascend910_9382")).checks
+    assert "scheme" in {check.name for check in refused if not check.ok}
