@@ -48,7 +48,7 @@ from moefuse.patterns.ranks import (
 from moefuse.patterns.router import chosen_from
 from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
 from moefuse.patterns.runs import by_expert, rows_by_expert
-from moefuse.patterns.sent import demand_sent, marked
+from moefuse.patterns.sent import OWN, demand_sent, marked
 from moefuse.patterns.structure import regroup
 from moefuse.patterns.unify import bind, bind_group
 
@@ -294,12 +294,12 @@ def _demand_sent(lift: Lifting, expr: Expr, ranks: Ranks) -> None:
             demand_sent(part, lambda by: False)
 
 
-def _beside_own_weights(expr: Expr) -> list[Leaf]:
-    """The leaves of one expert's rows but for the matrices of its GEMMs and their biases."""
-    if isinstance(expr, Leaf):
+def _beside_own_weights(expr: Expr) -> list[Expr]:
+    """What one expert's rows are made from but for the matrices of its GEMMs and their biases."""
+    if isinstance(expr, (Leaf, *OWN)):
         return [expr]
     gemm = linear(expr)
-    return [leaf for part in ([gemm.rows] if gemm else expr.parts()) for leaf in _beside_own_weights(part)]
+    return [made for part in ([gemm.rows] if gemm else expr.parts()) for made in _beside_own_weights(part)]
 
 
 # --- the experts of rows that came here ------------------------------------------------------------------

@@ -268,6 +268,8 @@ def _joined(picks: list[Pick], size: sizes.Size) -> Group:
     first, rows = picks[0], arrival(picks[0].over)
     if any(pick.source is not first.source for pick in picks):
         raise Conflict("pieces of two different cuts by expert are put together")
+    if any(not _came_together(rows, arrival(pick.over)) for pick in picks):
+        raise Conflict("pieces of rows that came from the ranks in two orders are put together")
     order = Perm(first.source, first.over, first.key)
     labels = [(pick.rank, pick.expert) for pick in picks]
     if first.rank is None or rows is None:
@@ -291,6 +293,13 @@ def _joined(picks: list[Pick], size: sizes.Size) -> Group:
     raise Conflict(
         "what ranks sent for experts is put together neither rank by rank nor expert by expert, all of it once"
     )
+
+
+def _came_together(rows: Arrived | None, others: Arrived | None) -> bool:
+    """True for the same exchange of the same rows, and for none: the order in which they were sent is what counts."""
+    if rows is None or others is None:
+        return rows is others
+    return (rows.order.sort, rows.ids, rows.ranks) == (others.order.sort, others.ids, others.ranks)
 
 
 def _at(index: Sequence[Group], part: Fact) -> Expr:

@@ -6,8 +6,12 @@ where something of this rank's own would take part in the rows of all ranks.
 
 from collections.abc import Callable
 
-from moefuse.patterns.facts import At, Conflict, Expr, Group, Leaf
+from moefuse.patterns.facts import At, Conflict, Coords, Count, Expr, Group, Leaf, Offs, Pos, Tally
 from moefuse.patterns.pointwise import walk
+from moefuse.patterns.rank_facts import Among, Begin, Block, Census, Inflow, Local, Owned, Spread
+
+OWN = (Pos, Coords, Count, Offs, Tally, Owned, Inflow, Census, Begin, Local, Block, Spread, Among)
+"""What a rank says of the rows that it has: how many, where they lie, which of its experts they are for."""
 
 
 def marked(expr: Expr, sent: bool) -> Expr:
@@ -29,6 +33,10 @@ def demand_sent(rows: Expr, ours: Callable[[Expr], bool]) -> None:
 
     ours: True for what selects those. Another rank would use its own of anything else.
     """
+    if any(isinstance(e, OWN) for e in walk(rows)):
+        raise Conflict(
+            "a number or a place of rows, which each rank has for itself, takes part in the rows of all ranks"
+        )
     for leaf in (e for e in walk(rows) if isinstance(e, Leaf)):
         if not leaf.sent and not any(ours(at.expr) for at in leaf.selectors):
             raise Conflict(
