@@ -167,10 +167,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--worlds", default="2,4,8", help="numbers of processes")
+    unfused: list[str] = []
     for world in map(int, parser.parse_args().worlds.split(",")):
         cases = all_cases(world)
         outcomes = values(run_ranks(world, cases_in_turn, cases, timeout=7200))
-        assert all(map(all, outcomes)), f"not fused on some rank: {outcomes}"
+        unfused += [
+            f"{world}: {case}"
+            for case, fused in zip(cases, zip(*outcomes, strict=True), strict=True)
+            if not all(fused)
+        ]
+    if unfused:
+        parser.exit(1, "\n".join(["right, but not fused on all ranks:", *unfused, ""]))
 
 
 if __name__ == "__main__":
