@@ -90,18 +90,23 @@ def is_e8m0(scale: Node, number: int | None) -> bool:
 
 
 def elements_of(tensor: Node, number: int | None) -> torch.dtype:
-    """What a tensor holds. Conflict for anything but the elements of MX blocks."""
+    """What a tensor holds. Conflict for anything but the elements of MX blocks.
+
+    A number says what bytes hold, and nothing else of a dtype that says it itself: the fused node reads the dtype.
+    """
     stored: torch.dtype = value(tensor).dtype
     found = stored if number is None else ELEMENTS.get(number)
-    if found is None or found not in ELEMENTS.values() or stored.itemsize != 1:
+    as_bytes = stored == torch.uint8 and found in PACKED
+    if found not in ELEMENTS.values() or (stored != found and not as_bytes):
         raise Conflict(f"a grouped GEMM with scales of blocks, and elements of {stored} as number {number}")
+    assert found is not None
     return found
 
 
 def block_product(
     node: Node,
     rows: tuple[Fact, Node],
-    row_scale: tuple[Fact, Node] | None,
+    row_scale: tuple[Fact, Node, torch.dtype] | None,
     weight: tuple[Fact, torch.dtype],
     scale: Fact,
     groups: Offs | Count,
@@ -109,7 +114,7 @@ def block_product(
 ) -> Fact:
     """The product of rows and weights in MX formats as a `QuantDot`, rounded to dtype.
 
-    row_scale: None for rows of floats. weight: with its elements.
+    row_scale: with the elements that the rows are read as; None for rows of floats. weight: with its elements.
     """
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise Conflict(f"a grouped GEMM with scales of blocks is rounded to {dtype}")
@@ -145,10 +150,12 @@ def block_product(
     return Fact(expr, (order, unifier.resolve(weights.dims[2])))
 
 
-def _by_block(rows: Fact, scale: Fact, scale_node: Node) -> Fact:
+def _by_block(rows: Fact, scale: Fact, scale_node: Node, elements: torch.dtype) -> Fact:
     """The rows times the scales of their blocks, one index per element: right only for the scales of these rows."""
     if not isinstance(rows.expr, Quantised) or rows.expr.elements not in ELEMENTS.values():
         raise Conflict("a grouped GEMM with scales of blocks, whose rows were not quantised by blocks")
+    if rows.expr.elements != elements:
+        raise Conflict(f"rows quantised by blocks to {rows.expr.elements} are multiplied as {elements}")
     rows = unpacked_rows(rows)
     if not isinstance(scale.expr, RowScale) or len(scale.dims) != 3:
         raise Conflict(

@@ -234,18 +234,16 @@ def of_blocks(
     if not is_e8m0(first, E8M0 if late else options.get("scale_dtype")):
         raise Conflict("a grouped GEMM in MX formats with other scales of its weights")
     (row_scale,) = options.get("per_token_scale") or (None,)
-    if row_scale is not None:
-        elements_of(x, options.get("x_dtype"))
-    elif (
-        value(x).dtype not in (torch.bfloat16, torch.float16, torch.float32)
-        or options.get("x_dtype") is not None
-    ):
+    floats = value(x).dtype in (torch.bfloat16, torch.float16, torch.float32)
+    if row_scale is None and (not floats or options.get("x_dtype") is not None):
         raise Conflict(f"a grouped GEMM of {value(x).dtype} rows without scales, and weights in MX format")
     weight = _of_experts(lift, weights), elements_of(weights[0], options.get("weight_dtype"))
     return block_product(
         node,
         (lift.fact(x), x),
-        None if row_scale is None else (lift.fact(row_scale), row_scale),
+        None
+        if row_scale is None
+        else (lift.fact(row_scale), row_scale, elements_of(x, options.get("x_dtype"))),
         weight,
         _of_experts(lift, given[0]),
         groups,

@@ -111,6 +111,24 @@ def test_grouped_matmul(rows_as: int, weights_as: int) -> None:
     torch.testing.assert_close(y.double(), wanted, rtol=1e-6, atol=1e-6)  # rounded once, to float32
 
 
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"x_dtype": E5M2}, "x_dtype: expected the number of torch.float8_e4m3fn, got 23"),
+        ({"weight_dtype": E5M2}, "weight_dtype: expected the number of torch.float8_e4m3fn, got 23"),
+        ({"weight_dtype": FLOAT4}, "weight_dtype: expected the number of torch.float8_e4m3fn, got 296"),
+        ({"weight_dtype": 297}, "weight_dtype: "),
+    ],
+)
+def test_a_number_of_another_dtype(numbers: dict[str, int], message: str) -> None:
+    rows, row_scales = npu.npu_dynamic_mx_quant(torch.randn(5, C), dst_type=E4M3)
+    weight, scales = quantised(torch.randn(3, C, N), E4M3)
+    given = {"scale": [scales], "per_token_scale": [row_scales], "group_list": ENDS, **numbers}
+    given |= {"scale_dtype": E8M0, "per_token_scale_dtype": E8M0, "split_item": 2, "group_type": 0}
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        npu.npu_grouped_matmul([rows], [weight], **given)
+
+
 def test_float4_weights_that_lie_the_other_way_round() -> None:
     w = torch.randn(3, C, N)
     weight, scales = quantised(w, FLOAT4)
@@ -192,6 +210,12 @@ def test_rows_that_nobody_wrote_have_no_scale() -> None:
     *_, scales = npu.npu_moe_init_routing_v2(x, ids, expert_num=3, active_expert_range=[0, 2], quant_mode=3)
     assert scales.view(torch.uint8)[5:].unique().tolist() == [255]
     assert 255 not in scales.view(torch.uint8)[:5]
+
+
+def test_distribute_dispatch_of_no_tokens() -> None:
+    x, ids = torch.randn(0, C), torch.zeros(0, 2, dtype=torch.int32)
+    rows, scales, *_ = npu.npu_moe_distribute_dispatch_v2(x, ids, "g", 1, 0, 3, quant_mode=4, y_dtype=E4M3)
+    assert (rows.shape, scales.shape) == ((0, C), (0, C // 32))
 
 
 @pytest.mark.parametrize("number", [E5M2, E4M3, FLOAT4])

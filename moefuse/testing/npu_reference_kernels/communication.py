@@ -89,7 +89,7 @@ def _dispatch_shapes(
         elements, scales = mx.quantise(x[:1], mx.ELEMENTS[options["y_dtype"]])
         received = [
             x.new_empty((rows, elements.shape[1]), dtype=elements.dtype),
-            x.new_empty((rows, scales[0].numel()), dtype=torch.uint8),
+            x.new_empty((rows, scales.shape[1:].numel()), dtype=torch.uint8),
         ]
     return [
         *received,

@@ -117,13 +117,13 @@ def grouped_matmul(
         beside = _stacked(scale or antiquant_scale)
         assert beside is not None
         only(name, "the scale's type", _e8m0(beside, scale_dtype) or not scale, True)
-        elements = mx.elements_of(rows, x_dtype), mx.elements_of(weights, weight_dtype)
-        if row_blocks:
-            assert per_token_scale is not None
-            rows, per_token_scale = mx.rows_of(rows, per_token_scale[0], elements[0]), None
-        weights = mx.weights_of(weights, beside, elements[1], rows.shape[1])
+        elements = mx.elements_of(name, "weight_dtype", weights, weight_dtype)
+        if row_blocks and per_token_scale is not None:
+            stored = mx.elements_of(name, "x_dtype", rows, x_dtype)
+            rows, per_token_scale, x_dtype = mx.rows_of(rows, per_token_scale[0], stored), None, None
+        weights = mx.weights_of(weights, beside, elements, rows.shape[1])
         scale = antiquant_scale = None
-        x_dtype = weight_dtype = scale_dtype = per_token_scale_dtype = None
+        weight_dtype = scale_dtype = per_token_scale_dtype = None
     for argument, dtype in (
         ("x_dtype", x_dtype),
         ("weight_dtype", weight_dtype),

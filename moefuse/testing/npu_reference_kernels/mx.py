@@ -98,9 +98,14 @@ def weights_of(weights: Tensor, scales: Tensor, elements: torch.dtype, inputs: i
     return values * factors(scales.transpose(1, 2)).transpose(1, 2)[:, :inputs]
 
 
-def elements_of(tensor: Tensor, number: int | None) -> torch.dtype:
-    """What a tensor holds: what an operator's argument says, or what its dtype does."""
-    return tensor.dtype if number is None else ELEMENTS[number]
+def elements_of(name: str, argument: str, tensor: Tensor, number: int | None) -> torch.dtype:
+    """What a tensor holds, as its dtype says; of bytes an operator's argument says that they are float4."""
+    only(name, argument, number, None, *ELEMENTS)
+    found = tensor.dtype if number is None else ELEMENTS[number]
+    as_bytes = tensor.dtype == torch.uint8 and found == torch.float4_e2m1fn_x2
+    if found not in ELEMENTS.values() or (found != tensor.dtype and not as_bytes):
+        raise ValueError(f"{name}: {argument}: expected the number of {tensor.dtype}, got {number}")
+    return found
 
 
 def dynamic_mx_quant(
