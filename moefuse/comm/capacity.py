@@ -41,6 +41,7 @@ class Capacity:
 
     A window holds, besides its header: `edges` [W, E_l + 1 + NOTES], pushed by every source rank; `x` [T, H] and
     `slots` [T * K] and `weights` [T * K], from which the others pull; `planes` [T * K, O], into which they scatter.
+    dtype: of x. rows_dtype: of the rows that come back, where it's another one.
     Raises ContextError naming the field that is impossible.
     """
 
@@ -51,14 +52,16 @@ class Capacity:
     out_features: int
     max_tokens_per_rank: int
     dtype: torch.dtype
+    rows_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name != "dtype" and (type(value) is not int or value < 1):
+            if not field.name.endswith("dtype") and (type(value) is not int or value < 1):
                 raise ContextError(f"{field.name}: expected a positive integer, got {value!r}")
-        if self.dtype not in _DTYPES:
-            raise ContextError(f"dtype: expected one of {', '.join(map(str, _DTYPES))}, got {self.dtype!r}")
+        for name, dtype in (("dtype", self.dtype), ("rows_dtype", self.result_dtype)):
+            if dtype not in _DTYPES:
+                raise ContextError(f"{name}: expected one of {', '.join(map(str, _DTYPES))}, got {dtype!r}")
         if self.ep_world_size > MAX_WORLD_SIZE:
             raise ContextError(f"ep_world_size: expected at most {MAX_WORLD_SIZE}, got {self.ep_world_size}")
         if self.num_experts % self.ep_world_size:
@@ -77,6 +80,11 @@ class Capacity:
         return self.num_experts // self.ep_world_size
 
     @property
+    def result_dtype(self) -> torch.dtype:
+        """Of the rows that come back."""
+        return self.rows_dtype or self.dtype
+
+    @property
     def max_recv_tokens(self) -> int:
         """Token rows that one rank may receive: all tokens of all ranks, each once."""
         return self.ep_world_size * self.max_tokens_per_rank
@@ -90,7 +98,7 @@ class Capacity:
             "x": ((self.max_tokens_per_rank, self.hidden), self.dtype),
             "slots": ((slots,), torch.int32),
             "weights": ((slots,), sum_dtype(self.dtype)),
-            "planes": ((slots, self.out_features), self.dtype),
+            "planes": ((slots, self.out_features), self.result_dtype),
         }
         offset = HEADER_BYTES
         sections = {}
@@ -112,4 +120,4 @@ class Capacity:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; equal for equal capacities."""
-        return {**asdict(self), "dtype": str(self.dtype)}
+        return {**asdict(self), "dtype": str(self.dtype), "rows_dtype": str(self.result_dtype)}

@@ -79,7 +79,7 @@ class Collectives:
         routes = self._routes(call)
         travelling = [call.topk_weights] * call.weights_travel
         expert, rows, *weights = self._dispatch(routes, [call.x], travelling)
-        results = call.x.new_empty((0, self.capacity.out_features))
+        results = call.x.new_empty((0, self.capacity.out_features), dtype=call.result_dtype)
         if expert.numel():
             weight = weights[0] if weights else call.topk_weights.new_ones(expert.shape)
             results = call.experts(rows, expert.unsqueeze(1), weight.unsqueeze(1))

@@ -207,6 +207,10 @@ class CommContext:
         for name, value in asked.items():
             if value != getattr(made, name):
                 raise ContextError(f"{name}: the context was made for {getattr(made, name)}, got {value}")
+        if call.result_dtype != made.result_dtype:
+            raise ContextError(
+                f"rows_dtype: the context was made for {made.result_dtype}, got {call.result_dtype}"
+            )
 
 
 _handles: dict[int, CommContext] = {}

@@ -42,13 +42,17 @@ def run_quantised(
     options: Options,
     quantisation: Quantisation,
 ) -> tuple[Tensor, Tensor]:
-    """Likewise, of quantised experts: rows travel as they are in x, and are quantised where their expert is."""
+    """Likewise, of quantised experts: rows travel as they are in x, and are quantised where their expert is.
+
+    They come back in the dtype to which an expert's rows are rounded.
+    """
 
     def experts(context: Tensor | None, operands: Operands, options: Options) -> tuple[Tensor, Tensor]:
         return kernel(context, operands, options, quantisation)
 
     assert context is not None  # by the operator's schema
-    return resolve(context).forward(Call(operands, options, experts, scheme=quantisation.quant))
+    scheme, rows_dtype = quantisation.quant, quantisation.rows_dtype
+    return resolve(context).forward(Call(operands, options, experts, scheme=scheme, rows_dtype=rows_dtype))
 
 
 @torch.no_grad()

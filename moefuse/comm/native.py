@@ -60,7 +60,7 @@ class NativeStep:
                 bases.buffer_info()[0], capacity.ep_world_size, barrier.rank, capacity.local_experts,
                 capacity.top_k, capacity.max_tokens_per_rank, Window.EPOCH * 8,
                 *(sections[name].offset for name in names),
-                capacity.hidden * capacity.dtype.itemsize, capacity.out_features * capacity.dtype.itemsize,
+                capacity.hidden * capacity.dtype.itemsize, capacity.out_features * capacity.result_dtype.itemsize,
                 received.data_ptr(), states.data_ptr(), spins, _PATIENCE_NS,
             ),
         )  # fmt: skip

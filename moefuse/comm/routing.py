@@ -30,7 +30,7 @@ _KIND_BITS = 2
 class Call(NamedTuple):
     """One step of one layer on this rank: its tokens, its own experts, and the kernel that computes them.
 
-    scheme: how the experts are quantised.
+    scheme: how the experts are quantised. rows_dtype: to which their rows are rounded, None for the dtype of x.
     """
 
     operands: Operands
@@ -38,6 +38,12 @@ class Call(NamedTuple):
     kernel: Kernel
     kind: Kind = "inference"
     scheme: str = "none"
+    rows_dtype: torch.dtype | None = None
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        """Of the rows that experts give: they come back as they are, and are rounded no earlier than on one rank."""
+        return self.rows_dtype or self.x.dtype
 
     @property
     def x(self) -> Tensor:
@@ -62,7 +68,7 @@ class Call(NamedTuple):
         return outputs * PACKED if weight.dtype == torch.int32 else outputs
 
     def experts(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Rows [n, H], local expert of each [n, 1] int64, routing weights [n, 1] -> rows [n, O] in the dtype of x."""
+        """Rows [n, H], local expert of each [n, 1] int64, routing weights [n, 1] -> rows [n, O], result_dtype."""
         own = self.operands._replace(x=rows, topk_ids=ids, topk_weights=weights)
         return self.kernel(None, own, self.local_options)[0]
 
@@ -74,7 +80,7 @@ class Call(NamedTuple):
             ep_world_size=1,
             num_identity_experts=0,
             product_dtype=None,
-            output_dtype=None,
+            output_dtype=self.rows_dtype,
         )
 
     @property
@@ -86,7 +92,7 @@ class Call(NamedTuple):
     def fingerprint(self) -> int:
         """Equal on all ranks that are in the same kind of layer, for the same."""
         shape = (self.topk_ids.shape[1], self.x.shape[1], self.x.dtype)
-        layer = zlib.crc32(repr((self.options, *shape, self.scheme)).encode())
+        layer = zlib.crc32(repr((self.options, *shape, self.scheme, self.result_dtype)).encode())
         return layer << _KIND_BITS | _KINDS.index(self.kind)
 
 

@@ -54,6 +54,7 @@ class SpreadLayer(MoeSpec):
             out_features=self.out_features,
             max_tokens_per_rank=self.ep_max_tokens,
             dtype=self.x_dtype,
+            rows_dtype=None if self.rows_dtype == self.x_dtype else self.rows_dtype,
         )
 
 
@@ -92,7 +93,10 @@ CHECKS = (
     Check("ep_group", ("group", "ep_group"), _group, subject=SpreadLayer),
     Check(
         "ep_capacity",
-        ("ep_world_size", "num_experts", "top_k", "hidden", "out_features", "ep_max_tokens", "x_dtype"),
+        (
+            *("ep_world_size", "num_experts", "top_k", "hidden", "out_features", "ep_max_tokens"),
+            *("x_dtype", "rows_dtype"),
+        ),
         _capacity,
         subject=SpreadLayer,
     ),

@@ -26,6 +26,11 @@ def test_sizes_are_those_of_the_worst_case() -> None:
     assert shapes == {"edges": (4, 7), "x": (5, 10), "slots": (15,), "weights": (15,), "planes": (15, 7)}
     assert GOOD.max_recv_tokens == 20
     assert GOOD.receive_bytes == 20 * 10 * 2
+    wide = dataclasses.replace(GOOD, rows_dtype=torch.float32)
+    assert {name: (s.dtype, s.bytes) for name, s in wide.sections.items() if name in ("x", "planes")} == {
+        "x": (torch.bfloat16, 5 * 10 * 2),
+        "planes": (torch.float32, 15 * 7 * 4),
+    }
     double = dataclasses.replace(GOOD, dtype=torch.float64)
     assert double.sections["weights"].dtype == torch.float64  # as the sum over slots
 
@@ -40,6 +45,7 @@ def test_sizes_are_those_of_the_worst_case() -> None:
         ({"max_tokens_per_rank": 2**30}, "max_tokens_per_rank: expected fewer than"),
         ({"top_k": True}, "top_k: expected a positive integer, got True"),
         ({"hidden": 2.0}, "hidden: expected a positive integer, got 2.0"),
+        ({"rows_dtype": torch.float8_e5m2}, "rows_dtype: expected one of .*, got torch.float8_e5m2"),
         ({"dtype": torch.int8}, "dtype: expected one of .*, got torch.int8"),
     ],
     ids=str,

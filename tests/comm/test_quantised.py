@@ -54,11 +54,13 @@ def tokens(rank: int, hidden: int = H) -> tuple[Tensor, Tensor, Tensor]:
     return x, ids, routing
 
 
-def over_ranks(rank: int, world: int, scheme: str, transport: Any) -> tuple[list[list[float]], list[int]]:
+def over_ranks(
+    rank: int, world: int, scheme: str, transport: Any, rows_dtype: torch.dtype | None = None, **dtypes: Any
+) -> tuple[list[list[float]], list[int]]:
     """y of this rank's tokens, rows of each of its experts: as numbers, since a tensor's memory ends with its rank."""
     made = context_for(
         None,
-        Capacity(world, E, K, hidden(scheme), hidden(scheme), max(TOKENS), dtype=torch.bfloat16),
+        Capacity(world, E, K, hidden(scheme), hidden(scheme), max(TOKENS), torch.bfloat16, rows_dtype),
         transport=transport,
     )
     own = slice(rank * E // world, (rank + 1) * E // world)
@@ -71,6 +73,8 @@ def over_ranks(rank: int, world: int, scheme: str, transport: Any) -> tuple[list
         transpose_weight1=False,
         transpose_weight2=False,
         target="reference",
+        rows_dtype=rows_dtype,
+        **dtypes,
     )
     return y.tolist(), nums.tolist()
 
@@ -103,6 +107,49 @@ def test_two_ranks_give_what_one_gives(scheme: str, transport: str) -> None:
     assert [row for y, _ in got for row in y] == want.tolist()  # rows are bfloat16 either way
     assert [count for _, nums in got for count in nums] == counts.tolist()
     assert int(counts.sum()) == ids.numel() - 1
+
+
+@pytest.mark.parametrize("transport", ["shared memory", "collectives"])
+@pytest.mark.parametrize("rows_dtype", [torch.float32, torch.float16])
+def test_rows_come_back_as_experts_round_them(rows_dtype: torch.dtype, transport: str) -> None:
+    """float32 rows of bfloat16 tokens, and float16 ones: in bfloat16 they would lose digits on the way."""
+    got = values(run_ranks(2, in_rows_of, transport, rows_dtype))
+    everyone = (tokens(rank) for rank in (0, 1))
+    x, ids, routing = (torch.cat(parts) for parts in zip(*everyone, strict=True))
+    want, _ = torch.ops.moefuse.mega_moe.quant(
+        *(None, x, ids, routing),
+        **lists("w8a8", slice(None)),
+        quant="w8a8",
+        num_experts=E,
+        transpose_weight1=False,
+        transpose_weight2=False,
+        rows_dtype=rows_dtype,
+        output_dtype=torch.float32,
+    )
+    assert [row for y, _ in got for row in y] == want.tolist()  # two terms a sum: in either order the same
+
+
+def in_rows_of(rank: int, world: int, transport: Any, rows_dtype: torch.dtype) -> Any:
+    return over_ranks(rank, world, "w8a8", transport, rows_dtype, output_dtype=torch.float32)
+
+
+def of_other_rows(rank: int, world: int) -> None:
+    made = context_for(None, Capacity(world, E, K, H, H, max(TOKENS), torch.bfloat16))
+    torch.ops.moefuse.mega_moe.quant_ep(
+        *(made.tensor, *tokens(rank)),
+        **lists("w8a8", slice(rank * E // world, (rank + 1) * E // world)),
+        quant="w8a8",
+        num_experts=E,
+        ep_world_size=world,
+        rows_dtype=torch.float32,
+        transpose_weight1=False,
+        transpose_weight2=False,
+    )
+
+
+def test_a_context_for_other_rows_is_refused() -> None:
+    text = "rows_dtype: the context was made for torch.bfloat16, got torch.float32"
+    assert [outcome.error for outcome in run_ranks(2, of_other_rows)] == [(ContextError.__name__, text)] * 2
 
 
 def of_other_schemes(rank: int, world: int) -> None:

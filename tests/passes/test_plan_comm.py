@@ -14,7 +14,7 @@ from moefuse.options import OptionError, Options
 from moefuse.passes import pipeline
 from moefuse.passes.pipeline import FuseResult
 from moefuse.patterns.rules import op_name
-from moefuse.policy.spread import Terms
+from moefuse.policy.spread import SpreadLayer, Terms
 from moefuse.testing import fake_ep_group
 from tests.comm.spread_models import Block, ByExpert, E, Gathered, Summed, tokens
 
@@ -269,6 +269,10 @@ def test_policy_asks_only_what_is_equal_on_all_ranks() -> None:
         spec = planned(ByExpert(1, 2)).layers[0].spec
     assert spec is not None
     assert policy.decide_spread(spec, Terms("g", "", 16)).ok
+    for rows_dtype in (None, spec.x_dtype, torch.float64):
+        layer = SpreadLayer.of(replace(spec, rows_dtype=rows_dtype), "reference", Terms("g", "", 16))
+        alike = rows_dtype in (None, spec.x_dtype)
+        assert layer.capacity().rows_dtype == (None if alike else rows_dtype)  # alike layers share a context
     refused = {
         "ep_capacity": replace(spec, ep_world_size=3),
         "training": replace(
