@@ -33,7 +33,7 @@ from moefuse.patterns.facts import (
 from moefuse.patterns.finalize_routing import summed
 from moefuse.patterns.pointwise import broadcast, expert_weight, strip_casts, walk
 from moefuse.patterns.rank_facts import Among, Local, Spread
-from moefuse.patterns.ranks import arrival, only_expert, same_ids
+from moefuse.patterns.ranks import arrival, by_expert, same_ids
 from moefuse.patterns.rules import Lifting, Outcome, argument, rule
 from moefuse.patterns.unify import Unifier, bind
 
@@ -62,14 +62,13 @@ def grouped(node: Node, rows: Fact, rows_node: Node, weight: Fact, groups: Offs 
     if len(rows.dims) != 2 or len(weight.dims) != 3 or not isinstance(weight.expr, Leaf | Table):
         raise Conflict("a grouped GEMM whose operands are not [rows, K] and [experts, K, N]")
     group, key = row_order(rows, groups.ids, rows_node)
+    weight = by_expert(weight, 0, key)
     (expert,) = weight.dims[0] if len(weight.dims[0]) == 1 else (None,)
-    chosen: Expr | None = only_expert(weight, 0, key) if not groups.at else None
-    if isinstance(expert, Axis) and sizes.same(expert.size, group_size(groups.at)):
-        chosen = bind(weight.expr, {expert: (At(key, expert.size),)})
-    if chosen is None:
+    if not isinstance(expert, Axis) or not sizes.same(expert.size, group_size(groups.at)):
         raise Conflict(
             f"offsets for {group_size(groups.at)} experts, weights for {group_size(weight.dims[0])}"
         )
+    chosen = bind(weight.expr, {expert: (At(key, expert.size),)})
     unifier = Unifier()
     over = _plain_axes(unifier.unify(rows.dims[1], weight.dims[1]))
     expr = Dot(unifier.expr(rows.expr), unifier.expr(chosen), over, True, node)

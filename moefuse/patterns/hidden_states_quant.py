@@ -31,7 +31,7 @@ from moefuse.patterns.facts import (
 )
 from moefuse.patterns.pointwise import widened
 from moefuse.patterns.quantised import INT4, Dequant, QuantDot, Quantised, RowScale
-from moefuse.patterns.ranks import same_ids
+from moefuse.patterns.ranks import by_expert, same_ids
 from moefuse.patterns.rules import Lifting, Outcome, argument, rule, value
 from moefuse.patterns.structure import cut
 from moefuse.patterns.unify import Unifier, bind
@@ -149,6 +149,7 @@ def by_channel(lift: Lifting, product: Fact, scale_node: Node, groups_node: Node
         )
     demand_groups(lift, product, groups_node)
     (order,) = product.dims[0] if len(product.dims[0]) == 1 else (None,)
+    scale = scale if not isinstance(order, Perm) else by_expert(scale, 0, order.key)
     (expert,) = scale.dims[0] if len(scale.dims) == 2 and len(scale.dims[0]) == 1 else (None,)
     if (
         not isinstance(order, Perm)

@@ -11,7 +11,7 @@ from moefuse.graph import sizes
 from moefuse.patterns.facts import At, Axis, Conflict, Dims, Expr, Fact, Group, Leaf, Perm, Pos, group_size
 from moefuse.patterns.pointwise import pointwise
 from moefuse.patterns.rank_facts import Among, Begin, Block, Local
-from moefuse.patterns.ranks import arrival, numbered, only_expert
+from moefuse.patterns.ranks import arrival, by_expert, numbered
 from moefuse.patterns.router import has_perm, topk_of
 from moefuse.patterns.rules import Lifting, Outcome, argument, is_float, op_name, rule, value
 from moefuse.patterns.runs import at_block
@@ -138,13 +138,12 @@ def take(lift: Lifting, node: Node, source: Fact, dim: int, by_node: Node) -> Ou
         return at_block(source, by.expr, by.dims)
     if source.expr.hard or source.sorted:
         raise Conflict(f"rows in sorted order are taken by {describe_index(by_node, by.expr)}", by_node)
-    group = source.dims[dim]
     if not isinstance(source.expr, Leaf) or not isinstance(by.expr, Leaf | Local) or is_float(by_node):
         return None
     if not is_float(node):
         return None  # a table of ids (hash routing): its rows are ids like any other
-    if (only := only_expert(source, dim, by.expr)) is not None:
-        return Fact(only, source.dims[:dim] + by.dims + source.dims[dim + 1 :])
+    source = by_expert(source, dim, by.expr)
+    group = source.dims[dim]
     if len(group) != 1 or not isinstance(group[0], Axis):
         return None
     axis = group[0]

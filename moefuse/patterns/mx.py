@@ -27,6 +27,7 @@ from moefuse.patterns.facts import (
 from moefuse.patterns.grouped_matmul import row_order
 from moefuse.patterns.hidden_states_quant import belongs, plain_axes, unpacked_rows
 from moefuse.patterns.quantised import Dequant, QuantDot, Quantised, RowScale
+from moefuse.patterns.ranks import by_expert
 from moefuse.patterns.rules import Lifting, Outcome, argument, rule, value
 from moefuse.patterns.structure import regroup
 from moefuse.patterns.unify import Unifier, bind
@@ -127,6 +128,7 @@ def block_product(
     order, key = row_order(x, groups.ids, x_node)
     whole = x if row_scale is None else _by_block(x, *row_scale)
     weights = _unpacked(weights, elements, group_size(whole.dims[1]))
+    weights, scale = (by_expert(each, 0, key) for each in (weights, scale))
     (expert,) = weights.dims[0] if len(weights.dims[0]) == 1 else (None,)
     if not isinstance(expert, Axis) or not sizes.same(expert.size, group_size(groups.at)):
         raise Conflict(

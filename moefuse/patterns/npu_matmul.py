@@ -39,6 +39,7 @@ from moefuse.patterns.hidden_states_quant import (
 )
 from moefuse.patterns.mx import E8M0, ELEMENTS, block_product, elements_of, is_e8m0
 from moefuse.patterns.quantised import INT4, Dequant, QuantDot, Quantised
+from moefuse.patterns.ranks import by_expert
 from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
 from moefuse.patterns.unify import Unifier, bind
 
@@ -187,6 +188,10 @@ def integer_product(
     group, key = row_order(rows, groups.ids, x)
     rows = _unpacked_rows(rows, value(x).dtype, elements)
     weight = _unpacked(weight) if elements == INT4 else weight
+    weight = by_expert(weight, 0, key)
+    scale, offset, assist = (
+        None if part is None else by_expert(part, 0, key) for part in (scale, offset, assist)
+    )
     (expert,) = weight.dims[0] if len(weight.dims[0]) == 1 else (None,)
     if not isinstance(expert, Axis) or not sizes.same(expert.size, group_size(groups.at)):
         raise Conflict(
@@ -331,6 +336,7 @@ def _unbound(tensors: Sequence[Node]) -> Node | None:
 
 def _biased(node: Node, product: Fact, bias: Fact, ids: Expr, experts: Size) -> Fact:
     """product + bias[expert]: the bias is selected by the same ids as the weight."""
+    bias = by_expert(bias, 0, ids)
     (expert,) = bias.dims[0] if len(bias.dims) == 2 and len(bias.dims[0]) == 1 else (None,)
     if not isinstance(bias.expr, Leaf | Table) or not isinstance(expert, Axis):
         raise Conflict("the bias of a grouped GEMM is not [experts, N]")

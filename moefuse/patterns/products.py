@@ -192,6 +192,7 @@ def has_own_weights(expr: Expr) -> bool:
     """True where expert GEMMs stand in here whose weights are tensors of one expert, which nothing selects."""
     gemms = [e for e in walk(expr) if isinstance(e, Dot) and e.expert]
     sides = [(strip_casts(dot.a), strip_casts(dot.b)) for dot in gemms]
+    sides = [(a, b.stored if isinstance(b, Dequant) else b) for a, b in sides]
     return any(not any(isinstance(side, Leaf) and side.selectors for side in both) for both in sides)
 
 

@@ -5,6 +5,7 @@ arithmetic means is found by doing it on every id there is, not by how it is spe
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,7 +13,6 @@ from torch.fx import Node
 
 from moefuse.patterns.facts import (
     Arrived,
-    At,
     Axis,
     Count,
     Expr,
@@ -131,14 +131,26 @@ def _whole(result: object) -> Tensor | None:
     return result.long()
 
 
-def only_expert(weight: Fact, dim: int, ids: Expr) -> Leaf | None:
-    """The weight of a rank that holds one expert, as selected by its number: dimension `dim`, the first in memory."""
-    leaf = weight.expr
-    if not isinstance(ids, Local) or ids.ranks.experts != 1 or not isinstance(leaf, Leaf) or leaf.selectors:
-        return None
-    if weight.dims[dim] or not leaf.index or leaf.index[0] or value(leaf.node).shape[0] != 1:
-        return None
-    return Leaf(leaf.node, ((At(ids, 1),), *leaf.index[1:]), leaf.sent)
+def by_expert(tensor: Fact, dim: int, ids: Expr) -> Fact:
+    """A tensor of experts with an axis for them also where rows, by `ids`, are those of one expert alone.
+
+    Its dimension `dim` has a size of 1 there and so no axis; it must be the first in memory.
+    """
+    leaf = tensor.expr
+    if not _of_one_expert(ids) or not isinstance(leaf, Leaf) or leaf.selectors or not tensor.dims:
+        return tensor
+    if tensor.dims[dim] or not leaf.index or leaf.index[0] or value(leaf.node).shape[0] != 1:
+        return tensor
+    expert = Axis(1)
+    dims = (*tensor.dims[:dim], (expert,), *tensor.dims[dim + 1 :])
+    return Fact(replace(leaf, index=((expert,), *leaf.index[1:])), dims)
+
+
+def _of_one_expert(ids: Expr) -> bool:
+    """True for numbers of a rank's experts, or of a part of all, where that is one."""
+    if isinstance(ids, Local | Spread):
+        return ids.ranks.experts == 1
+    return isinstance(ids, Among) and ids.experts == 1
 
 
 # --- ids and the ranks that own their experts ------------------------------------------------------------
