@@ -13,7 +13,8 @@ import torch
 from torch.fx import Node
 
 from moefuse.graph import sizes
-from moefuse.patterns.facts import Leaf, Perm, Pick, Ranks, Tally
+from moefuse.patterns.axes import Perm, Pick, Ranks
+from moefuse.patterns.facts import Leaf, Tally
 from moefuse.patterns.layer import Layer
 from moefuse.patterns.rank_facts import Inflow, Local
 from moefuse.patterns.ranks import arrival, one_of, run_of

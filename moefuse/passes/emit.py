@@ -14,19 +14,8 @@ from torch.fx import Graph, Node
 
 from moefuse.graph import sizes
 from moefuse.graph.sizes import Size
-from moefuse.patterns.facts import (
-    Axis,
-    Conflict,
-    Const,
-    Dims,
-    Expr,
-    Group,
-    Leaf,
-    OneHot,
-    Op,
-    group_axes,
-    group_size,
-)
+from moefuse.patterns.axes import Axis, Dims, Group, group_size
+from moefuse.patterns.facts import Conflict, Const, Expr, Leaf, OneHot, Op, group_axes
 from moefuse.patterns.loops import constant
 from moefuse.patterns.rules import value
 from moefuse.patterns.weights import weight_units

@@ -17,7 +17,8 @@ from moefuse.graph import sizes
 from moefuse.ops.spec import MoeSpec
 from moefuse.passes.counts import Counts
 from moefuse.passes.emit import STAND_IN, Emitter
-from moefuse.patterns.facts import Axis, Conflict, Dims, Expr, Leaf, group_size
+from moefuse.patterns.axes import Axis, Dims, group_size
+from moefuse.patterns.facts import Conflict, Expr, Leaf
 from moefuse.patterns.layer import Layer
 from moefuse.patterns.layer_quant import LayerQuant
 from moefuse.patterns.pointwise import walk

@@ -14,7 +14,8 @@ from moefuse.options import Options
 from moefuse.passes.fuse import escaping, fuse_site
 from moefuse.passes.streams import crossing, off_stream
 from moefuse.passes.verify import Pair
-from moefuse.patterns.facts import Conflict, group_size
+from moefuse.patterns.axes import group_size
+from moefuse.patterns.facts import Conflict
 from moefuse.patterns.site import Site, Strange
 from moefuse.report.model import SharedReport
 

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from torch.fx import Node
 
-from moefuse.patterns.facts import At, Conflict, Const, Dot, Fact, Leaf, Perm
+from moefuse.patterns.axes import At, Perm
+from moefuse.patterns.facts import Conflict, Const, Dot, Fact, Leaf
 from moefuse.patterns.pointwise import pointwise, walk
 from moefuse.patterns.rank_facts import Local
 from moefuse.patterns.ranks import numbered

@@ -8,23 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from moefuse.patterns.facts import (
-    Axis,
-    Conflict,
-    Const,
-    Count,
-    Dense,
-    Dims,
-    Expr,
-    Fact,
-    Group,
-    Leaf,
-    Offs,
-    OneHot,
-    Part,
-    group_axes,
-    group_size,
-)
+from moefuse.patterns.axes import Axis, Dims, Group, Part, group_size
+from moefuse.patterns.facts import Conflict, Const, Count, Dense, Expr, Fact, Leaf, Offs, OneHot, group_axes
 from moefuse.patterns.pointwise import EXACT, is_mask, pointwise, strip_casts
 from moefuse.patterns.rank_facts import Inflow, Local
 from moefuse.patterns.ranks import (

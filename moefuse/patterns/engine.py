@@ -35,23 +35,8 @@ from moefuse.patterns import (
     shared,
     structure,
 )
-from moefuse.patterns.facts import (
-    Arrived,
-    Axis,
-    Cases,
-    Conflict,
-    Const,
-    Dot,
-    Expr,
-    Fact,
-    Group,
-    Leaf,
-    Lost,
-    Perm,
-    Pick,
-    Sum,
-    Tally,
-)
+from moefuse.patterns.axes import Arrived, Axis, Group, Perm, Pick
+from moefuse.patterns.facts import Cases, Conflict, Const, Dot, Expr, Fact, Leaf, Lost, Sum, Tally
 from moefuse.patterns.rank_facts import Inflow
 from moefuse.patterns.rules import READS_NO_ELEMENT, Counted, Outcome, argument, op_name, rule_for, value
 from moefuse.patterns.site import Site, assemble

@@ -11,25 +11,9 @@ from torch.fx import Node
 
 from moefuse.graph import sizes
 from moefuse.graph.groups import Place, place_in
+from moefuse.patterns.axes import Arrived, Axis, Dims, Group, Perm, Ranks, group_size
 from moefuse.patterns.counts import covers, made_from
-from moefuse.patterns.facts import (
-    Arrived,
-    Axis,
-    Conflict,
-    Const,
-    Count,
-    Dims,
-    Expr,
-    Fact,
-    Group,
-    Leaf,
-    Op,
-    Perm,
-    Pieces,
-    Ranks,
-    Tally,
-    group_size,
-)
+from moefuse.patterns.facts import Conflict, Const, Count, Expr, Fact, Leaf, Op, Pieces, Tally
 from moefuse.patterns.merge import each_expert
 from moefuse.patterns.pieces import tally_of
 from moefuse.patterns.pointwise import EXACT, walk

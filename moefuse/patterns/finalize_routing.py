@@ -9,26 +9,21 @@ from torch.fx import Node
 
 from moefuse.graph import sizes
 from moefuse.graph.sizes import Size
+from moefuse.patterns.axes import At, Axis, Group, Part, Perm, group_size
 from moefuse.patterns.counts import count_of, ones_added
 from moefuse.patterns.facts import (
-    At,
-    Axis,
     Conflict,
     Const,
     Dense,
     Expr,
     Fact,
-    Group,
     Leaf,
     Mean,
     OneHot,
     Op,
-    Part,
-    Perm,
     Pos,
     Sum,
     group_axes,
-    group_size,
 )
 from moefuse.patterns.init_routing import among, describe_index, take_by
 from moefuse.patterns.local_experts import is_zero_elsewhere

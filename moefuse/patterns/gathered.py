@@ -14,7 +14,8 @@ from torch.fx import Node
 
 from moefuse.graph import sizes
 from moefuse.graph.groups import Place, place_in
-from moefuse.patterns.facts import Axis, Conflict, Const, Dims, Expr, Group, Leaf, Ranks
+from moefuse.patterns.axes import Axis, Dims, Group, Ranks
+from moefuse.patterns.facts import Conflict, Const, Expr, Leaf
 from moefuse.patterns.layer import Layer
 from moefuse.patterns.ranks import MOST_EXPERTS
 from moefuse.patterns.router import chosen_from

@@ -8,28 +8,9 @@ import torch
 from torch.fx import Node
 
 from moefuse.graph import sizes
+from moefuse.patterns.axes import Arrived, At, Axis, Dims, Group, Perm, Pick, group_size
 from moefuse.patterns.counts import padding_of
-from moefuse.patterns.facts import (
-    Arrived,
-    At,
-    Axis,
-    Conflict,
-    Count,
-    Dense,
-    Dims,
-    Dot,
-    Expr,
-    Fact,
-    Group,
-    Leaf,
-    Offs,
-    Op,
-    Perm,
-    Pick,
-    Table,
-    group_axes,
-    group_size,
-)
+from moefuse.patterns.facts import Conflict, Count, Dense, Dot, Expr, Fact, Leaf, Offs, Op, Table, group_axes
 from moefuse.patterns.finalize_routing import summed
 from moefuse.patterns.pointwise import broadcast, expert_weight, strip_casts, walk
 from moefuse.patterns.rank_facts import Among, Local, Spread

@@ -13,22 +13,8 @@ import torch
 from torch.fx import Node
 
 from moefuse.graph import sizes
-from moefuse.patterns.facts import (
-    At,
-    Axis,
-    Conflict,
-    Count,
-    Dims,
-    Expr,
-    Fact,
-    Group,
-    Leaf,
-    Offs,
-    Op,
-    Perm,
-    Table,
-    group_size,
-)
+from moefuse.patterns.axes import At, Axis, Dims, Group, Perm, group_size
+from moefuse.patterns.facts import Conflict, Count, Expr, Fact, Leaf, Offs, Op, Table
 from moefuse.patterns.pointwise import widened
 from moefuse.patterns.quantised import INT4, Dequant, QuantDot, Quantised, RowScale
 from moefuse.patterns.ranks import by_expert, same_ids

@@ -8,7 +8,8 @@ import torch
 from torch.fx import Node
 
 from moefuse.graph import sizes
-from moefuse.patterns.facts import At, Axis, Conflict, Dims, Expr, Fact, Group, Leaf, Perm, Pos, group_size
+from moefuse.patterns.axes import At, Axis, Dims, Group, Perm, group_size
+from moefuse.patterns.facts import Conflict, Expr, Fact, Leaf, Pos
 from moefuse.patterns.pointwise import pointwise
 from moefuse.patterns.rank_facts import Among, Begin, Block, Local
 from moefuse.patterns.ranks import arrival, by_expert, numbered

@@ -16,7 +16,8 @@ from torch.fx import Node
 from moefuse.graph import sizes
 from moefuse.ops.spec import GateUp, RowNorm, WeightPosition
 from moefuse.patterns.activation import Classified, classify, to_program, upcast
-from moefuse.patterns.facts import Axis, Conflict, Const, Digit, Dims, Expr, Group, Leaf, Op, Part, Ranks
+from moefuse.patterns.axes import Axis, Digit, Dims, Group, Part, Ranks
+from moefuse.patterns.facts import Conflict, Const, Expr, Leaf, Op
 from moefuse.patterns.layer_quant import LayerQuant, quantisation
 from moefuse.patterns.pointwise import strip_casts, walk
 from moefuse.patterns.products import (

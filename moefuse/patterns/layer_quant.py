@@ -12,7 +12,8 @@ import torch
 
 from moefuse.graph import sizes
 from moefuse.ops.quantised import BLOCKS, SCHEMES
-from moefuse.patterns.facts import Axis, Conflict, Leaf
+from moefuse.patterns.axes import Axis
+from moefuse.patterns.facts import Conflict, Leaf
 from moefuse.patterns.products import Integers, Linear
 from moefuse.patterns.weights import demand_whole, span
 

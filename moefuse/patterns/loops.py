@@ -8,25 +8,21 @@ import torch
 from torch.fx import Node
 
 from moefuse.graph import sizes
+from moefuse.patterns.axes import Axis, Dims, Group, Part, Pick
 from moefuse.patterns.capacity import dropped
 from moefuse.patterns.counts import covers
 from moefuse.patterns.facts import (
-    Axis,
     Case,
     Cases,
     Conflict,
     Const,
     Coords,
     Dense,
-    Dims,
     Expr,
     Fact,
-    Group,
     Leaf,
     OneHot,
     Op,
-    Part,
-    Pick,
     Pos,
     Sum,
     group_axes,

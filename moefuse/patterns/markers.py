@@ -17,9 +17,10 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from moefuse.graph import sizes
+from moefuse.patterns.axes import Axis, Group, Ranks
 from moefuse.patterns.capacity import dropped
 from moefuse.patterns.counts import count_of
-from moefuse.patterns.facts import Axis, Cases, Count, Expr, Fact, Group, Leaf, Ranks
+from moefuse.patterns.facts import Cases, Count, Expr, Fact, Leaf
 from moefuse.patterns.loop_regions import Marked
 from moefuse.patterns.loops import constant, pick_of
 from moefuse.patterns.rank_facts import Local

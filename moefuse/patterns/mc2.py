@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse.patterns.facts import Axis, Conflict, Count, Fact, Group, Leaf, Offs, Perm, Ranks
+from moefuse.patterns.axes import Axis, Group, Perm, Ranks
+from moefuse.patterns.facts import Conflict, Count, Fact, Leaf, Offs
 from moefuse.patterns.finalize_routing import weighted_sum
 from moefuse.patterns.hidden_states_quant import demand_absent, quantise
 from moefuse.patterns.mx import ELEMENTS, flat, in_blocks

@@ -7,18 +7,8 @@ or `Conflict` with the expert that is missing or different.
 from collections import Counter
 from dataclasses import replace
 
-from moefuse.patterns.facts import (
-    At,
-    Axis,
-    Case,
-    Conflict,
-    Dims,
-    Expr,
-    Group,
-    Leaf,
-    Pieces,
-    Table,
-)
+from moefuse.patterns.axes import At, Axis, Dims, Group
+from moefuse.patterns.facts import Case, Conflict, Expr, Leaf, Pieces, Table
 from moefuse.patterns.layer import Layer, describe, dtype_of
 from moefuse.patterns.layer_quant import merged
 from moefuse.patterns.pieces import piece_at

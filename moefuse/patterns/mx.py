@@ -12,18 +12,8 @@ import torch
 from torch.fx import Node
 
 from moefuse.graph import sizes
-from moefuse.patterns.facts import (
-    At,
-    Axis,
-    Conflict,
-    Count,
-    Dims,
-    Fact,
-    Leaf,
-    Offs,
-    Table,
-    group_size,
-)
+from moefuse.patterns.axes import At, Axis, Dims, group_size
+from moefuse.patterns.facts import Conflict, Count, Fact, Leaf, Offs, Table
 from moefuse.patterns.grouped_matmul import row_order
 from moefuse.patterns.hidden_states_quant import belongs, plain_axes, unpacked_rows
 from moefuse.patterns.quantised import Dequant, QuantDot, Quantised, RowScale

@@ -11,8 +11,9 @@ import torch
 from torch.fx import Node
 
 from moefuse.graph.sizes import Size
+from moefuse.patterns.axes import Axis, Dims, Group, Perm, group_size
 from moefuse.patterns.counts import covers
-from moefuse.patterns.facts import Axis, Conflict, Count, Dims, Fact, Group, Leaf, Offs, Perm, Pos, group_size
+from moefuse.patterns.facts import Conflict, Count, Fact, Leaf, Offs, Pos
 from moefuse.patterns.hidden_states_quant import demand_absent, quantise
 from moefuse.patterns.mx import flat, in_blocks
 from moefuse.patterns.pointwise import pointwise

@@ -14,21 +14,8 @@ from torch.fx import Node
 
 from moefuse.graph import sizes
 from moefuse.graph.sizes import Size
-from moefuse.patterns.facts import (
-    At,
-    Axis,
-    Conflict,
-    Count,
-    Dims,
-    Expr,
-    Fact,
-    Group,
-    Leaf,
-    Offs,
-    Op,
-    Table,
-    group_size,
-)
+from moefuse.patterns.axes import At, Axis, Dims, Group, group_size
+from moefuse.patterns.facts import Conflict, Count, Expr, Fact, Leaf, Offs, Op, Table
 from moefuse.patterns.grouped_matmul import grouped, row_order
 from moefuse.patterns.hidden_states_quant import (
     PACKED,

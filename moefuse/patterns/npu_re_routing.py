@@ -8,7 +8,8 @@ from typing import Any
 
 from torch.fx import Node
 
-from moefuse.patterns.facts import Arrived, Conflict, Fact, Group, Leaf, Pos, group_axes
+from moefuse.patterns.axes import Arrived, Group
+from moefuse.patterns.facts import Conflict, Fact, Leaf, Pos, group_axes
 from moefuse.patterns.rank_facts import Inflow
 from moefuse.patterns.ranks import summed_counts
 from moefuse.patterns.rules import Lifting, Outcome, argument, rule

@@ -14,22 +14,17 @@ from typing import Any
 from torch.fx import Node
 
 from moefuse.graph import sizes
+from moefuse.patterns.axes import Arrived, Axis, Group, Part, Perm, Pick
 from moefuse.patterns.counts import covers, joined_counts
 from moefuse.patterns.facts import (
-    Arrived,
-    Axis,
     Conflict,
     Const,
     Count,
     Dense,
     Expr,
     Fact,
-    Group,
     Leaf,
     Offs,
-    Part,
-    Perm,
-    Pick,
     Pieces,
     Pos,
     Tally,

@@ -10,23 +10,8 @@ import torch
 from torch.fx import Node
 
 from moefuse.graph import sizes
-from moefuse.patterns.facts import (
-    Axis,
-    Conflict,
-    Const,
-    Count,
-    Dense,
-    Dims,
-    Expr,
-    Fact,
-    Group,
-    Leaf,
-    Offs,
-    OneHot,
-    Op,
-    Part,
-    Pos,
-)
+from moefuse.patterns.axes import Axis, Dims, Group, Part
+from moefuse.patterns.facts import Conflict, Const, Count, Dense, Expr, Fact, Leaf, Offs, OneHot, Op, Pos
 from moefuse.patterns.rank_facts import Begin, Block, Census, Inflow, Local, Owned
 from moefuse.patterns.ranks import arrival_of, as_local
 from moefuse.patterns.rules import Lifting, Outcome, argument, is_float, op_name, rule, value

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch.fx import Node
 
-from moefuse.patterns.facts import Axis, Conflict, Const, Dense, Dot, Expr, Leaf, Mean, Op, group_axes
+from moefuse.patterns.axes import Axis
+from moefuse.patterns.facts import Conflict, Const, Dense, Dot, Expr, Leaf, Mean, Op, group_axes
 from moefuse.patterns.pointwise import ROUNDING, is_rounding, strip_casts, walk
 from moefuse.patterns.quantised import INT4, Dequant, QuantDot, Quantised
 from moefuse.patterns.rules import op_name, value

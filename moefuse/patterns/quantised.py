@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from moefuse.patterns.facts import Axis, Dims, Dot, Expr, Group
+from moefuse.patterns.axes import Axis, Dims, Group
+from moefuse.patterns.facts import Dot, Expr
 
 INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
 """Not in torch's stubs."""

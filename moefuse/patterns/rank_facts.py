@@ -10,7 +10,8 @@ from typing import Self
 
 from torch.fx import Node
 
-from moefuse.patterns.facts import Expr, Group, Leaf, Part, Ranks, group_size
+from moefuse.patterns.axes import Group, Part, Ranks, group_size
+from moefuse.patterns.facts import Expr, Leaf
 
 
 @dataclass(frozen=True)

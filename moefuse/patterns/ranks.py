@@ -11,20 +11,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from moefuse.patterns.facts import (
-    Arrived,
-    Axis,
-    Count,
-    Expr,
-    Fact,
-    Group,
-    Leaf,
-    Op,
-    Part,
-    Perm,
-    Tally,
-    group_size,
-)
+from moefuse.patterns.axes import Arrived, Axis, Group, Part, Perm, group_size
+from moefuse.patterns.facts import Count, Expr, Fact, Leaf, Op, Tally
 from moefuse.patterns.rank_facts import Among, Block, Inflow, Local, Owned, Spread
 from moefuse.patterns.rules import op_name, value
 

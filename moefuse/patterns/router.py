@@ -10,21 +10,8 @@ import torch
 from torch.fx import Node
 
 from moefuse.graph import sizes
-from moefuse.patterns.facts import (
-    Axis,
-    Const,
-    Dense,
-    Dims,
-    Expr,
-    Fact,
-    Group,
-    Leaf,
-    Op,
-    Perm,
-    Pos,
-    Sum,
-    group_size,
-)
+from moefuse.patterns.axes import Axis, Dims, Group, Perm, group_size
+from moefuse.patterns.facts import Const, Dense, Expr, Fact, Leaf, Op, Pos, Sum
 from moefuse.patterns.pointwise import evaluate_scalar
 from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
 from moefuse.patterns.unify import Unifier

@@ -14,7 +14,8 @@ from torch.fx import Node
 from moefuse.ops import program as programs
 from moefuse.ops.spec import RowNorm
 from moefuse.patterns.activation import RELATIVE, SMOOTH, constants, is_sampled, to_program
-from moefuse.patterns.facts import Axis, Conflict, Expr, Group, Leaf, Mean
+from moefuse.patterns.axes import Axis, Group
+from moefuse.patterns.facts import Conflict, Expr, Leaf, Mean
 from moefuse.patterns.pointwise import strip_casts, walk
 from moefuse.patterns.products import Linear, first_gemms, linear, means
 from moefuse.patterns.rules import is_float

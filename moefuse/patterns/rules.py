@@ -13,7 +13,8 @@ import sympy
 import torch
 from torch.fx import Node
 
-from moefuse.patterns.facts import Arrived, Expr, Fact, Leaf, Perm, Pick, Tally
+from moefuse.patterns.axes import Arrived, Perm, Pick
+from moefuse.patterns.facts import Expr, Fact, Leaf, Tally
 from moefuse.patterns.rank_facts import Inflow
 
 READS_NO_ELEMENT = frozenset(

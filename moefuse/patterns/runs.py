@@ -11,20 +11,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from moefuse.patterns.facts import (
-    Arrived,
-    Axis,
-    Conflict,
-    Dims,
-    Expr,
-    Fact,
-    Group,
-    Leaf,
-    Op,
-    Perm,
-    Pos,
-    group_size,
-)
+from moefuse.patterns.axes import Arrived, Axis, Dims, Group, Perm, group_size
+from moefuse.patterns.facts import Conflict, Expr, Fact, Leaf, Op, Pos
 from moefuse.patterns.rank_facts import Begin, Block, Inflow, Local
 from moefuse.patterns.ranks import arrival
 from moefuse.patterns.rules import op_name

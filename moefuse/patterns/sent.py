@@ -6,7 +6,8 @@ where something of this rank's own would take part in the rows of all ranks.
 
 from collections.abc import Callable
 
-from moefuse.patterns.facts import At, Conflict, Coords, Count, Expr, Group, Leaf, Offs, Pos, Tally
+from moefuse.patterns.axes import At, Group
+from moefuse.patterns.facts import Conflict, Coords, Count, Expr, Leaf, Offs, Pos, Tally
 from moefuse.patterns.pointwise import walk
 from moefuse.patterns.rank_facts import Among, Begin, Block, Census, Inflow, Local, Owned, Spread
 

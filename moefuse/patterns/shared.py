@@ -11,7 +11,8 @@ import torch
 from torch.fx import Node
 
 from moefuse.graph import sizes
-from moefuse.patterns.facts import Axis, Conflict, Const, Dims, Leaf, group_axes
+from moefuse.patterns.axes import Axis, Dims
+from moefuse.patterns.facts import Conflict, Const, Leaf, group_axes
 from moefuse.patterns.layer import describe
 from moefuse.patterns.pointwise import walk
 from moefuse.patterns.rules import READS_NO_ELEMENT, Lifting, op_name, value

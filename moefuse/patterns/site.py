@@ -14,17 +14,9 @@ from torch.fx import Node
 
 from moefuse.graph import sizes
 from moefuse.ops.spec import MoeSpec
+from moefuse.patterns.axes import Digit, Dims
 from moefuse.patterns.capacity import dropped
-from moefuse.patterns.facts import (
-    Cases,
-    Conflict,
-    Const,
-    Digit,
-    Dims,
-    Expr,
-    Leaf,
-    Sum,
-)
+from moefuse.patterns.facts import Cases, Conflict, Const, Expr, Leaf, Sum
 from moefuse.patterns.layer import Layer, dtype_of, product_dtype
 from moefuse.patterns.loops import all_cases
 from moefuse.patterns.merge import layer_of, merge

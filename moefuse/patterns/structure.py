@@ -10,7 +10,8 @@ from torch.fx import Node
 
 from moefuse.graph import sizes
 from moefuse.graph.sizes import Size
-from moefuse.patterns.facts import Axis, Conflict, Count, Digit, Dims, Fact, Group, Leaf, Part, group_size
+from moefuse.patterns.axes import Axis, Digit, Dims, Group, Part, group_size
+from moefuse.patterns.facts import Conflict, Count, Fact, Leaf
 from moefuse.patterns.pieces import one_piece, order_of, pieces
 from moefuse.patterns.rules import Lifting, Outcome, argument, op_name, rule, value
 from moefuse.patterns.unify import Binding, bind, bind_group

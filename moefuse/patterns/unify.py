@@ -9,10 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from moefuse.graph import sizes
+from moefuse.patterns.axes import Arrived, At, Axis, Digit, Group, Part, Perm, Pick, group_size
 from moefuse.patterns.facts import (
-    Arrived,
-    At,
-    Axis,
     Case,
     Cases,
     Conflict,
@@ -20,26 +18,20 @@ from moefuse.patterns.facts import (
     Coords,
     Count,
     Dense,
-    Digit,
     Dot,
     Expr,
     Fact,
-    Group,
     Leaf,
     Mean,
     Offs,
     OneHot,
     Op,
-    Part,
-    Perm,
-    Pick,
     Pieces,
     Pos,
     Sum,
     Table,
     Tally,
     group_axes,
-    group_size,
 )
 from moefuse.patterns.quantised import Dequant, QuantDot, Quantised, RowScale
 from moefuse.patterns.rank_facts import Among, Begin, Block, Census, Inflow, Local, Owned, Spread

@@ -10,7 +10,8 @@ from torch.fx import Node
 
 from moefuse.graph import sizes
 from moefuse.ops.spec import GateUp
-from moefuse.patterns.facts import At, Axis, Conflict, Digit, Group, Leaf, Part, group_axes, group_size
+from moefuse.patterns.axes import At, Axis, Digit, Group, Part, group_size
+from moefuse.patterns.facts import Conflict, Leaf, group_axes
 from moefuse.patterns.products import Linear
 from moefuse.patterns.rules import value
 

@@ -9,29 +9,21 @@ from typing import Any
 
 import torch
 
+from moefuse.patterns.axes import Arrived, At, Axis, Digit, Dims, Group, Part, Perm, Pick
 from moefuse.patterns.facts import (
-    Arrived,
-    At,
-    Axis,
     Cases,
     Const,
     Coords,
     Count,
     Dense,
-    Digit,
-    Dims,
     Dot,
     Expr,
     Fact,
-    Group,
     Leaf,
     Mean,
     Offs,
     OneHot,
     Op,
-    Part,
-    Perm,
-    Pick,
     Pieces,
     Pos,
     Sum,

@@ -13,8 +13,8 @@ from torch.fx import GraphModule
 
 import moefuse
 import tests.npu.ready  # noqa: F401  (before the operators: a spawned process begins here)
+from moefuse.patterns.axes import Ranks
 from moefuse.patterns.engine import lift
-from moefuse.patterns.facts import Ranks
 from moefuse.testing import npu_reference_kernels
 from tests.comm.ranks import run_ranks, values
 from tests.npu import shells

@@ -17,8 +17,8 @@ from moefuse import policy
 from moefuse.ops.spec import MoeSpec
 from moefuse.passes.fuse import fuse_site
 from moefuse.passes.lift import explain, find
+from moefuse.patterns.axes import Ranks
 from moefuse.patterns.engine import lift
-from moefuse.patterns.facts import Ranks
 from moefuse.policy.npu import Conditions, decide_npu
 from moefuse.policy.spread import Terms
 from moefuse.testing import capture_graph, npu_reference_kernels

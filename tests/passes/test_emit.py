@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from moefuse.passes.emit import Emitter
-from moefuse.patterns.facts import Axis, Conflict, Const, Count, Leaf
+from moefuse.patterns.axes import Axis
+from moefuse.patterns.facts import Conflict, Const, Count, Leaf
 from moefuse.patterns.rules import op_name
 from moefuse.testing.capture import capture_graph
 from tests.patterns.spelling import E, H, I, K, T, ffn, gathered, grouped, offsets, operands, study, swiglu

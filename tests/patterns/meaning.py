@@ -6,26 +6,8 @@ size; another axis object of the same size gets a prime, so that identity shows.
 
 from collections.abc import Iterable
 
-from moefuse.patterns.facts import (
-    At,
-    Axis,
-    Const,
-    Count,
-    Dense,
-    Digit,
-    Dot,
-    Expr,
-    Fact,
-    Group,
-    Leaf,
-    Offs,
-    OneHot,
-    Op,
-    Part,
-    Perm,
-    Pos,
-    Sum,
-)
+from moefuse.patterns.axes import At, Axis, Digit, Group, Part, Perm
+from moefuse.patterns.facts import Const, Count, Dense, Dot, Expr, Fact, Leaf, Offs, OneHot, Op, Pos, Sum
 
 SIZES = {"t": 6, "k": 2, "e": 4, "h": 16, "i": 24, "n": 48, "s": 12}
 """Tokens, slots per token, experts, hidden, intermediate, rows of the first weight, slots: all different."""

@@ -5,23 +5,8 @@ import torch
 from torch.fx import Graph, Node
 
 from moefuse.graph import sizes
-from moefuse.patterns.facts import (
-    At,
-    Axis,
-    Conflict,
-    Const,
-    Digit,
-    Dot,
-    Fact,
-    Leaf,
-    Lost,
-    Part,
-    Perm,
-    Pos,
-    Sum,
-    group_axes,
-    group_size,
-)
+from moefuse.patterns.axes import At, Axis, Digit, Part, Perm, group_size
+from moefuse.patterns.facts import Conflict, Const, Dot, Fact, Leaf, Lost, Pos, Sum, group_axes
 from moefuse.patterns.structure import regroup
 from moefuse.patterns.unify import Unifier, bind, bind_fact, fresh
 from tests.patterns.spelling import E, K, T, operands, study

@@ -5,7 +5,8 @@ import torch
 from torch import fx
 
 from moefuse.patterns import facts, quantised, rank_facts
-from moefuse.patterns.facts import At, Axis, Const, Dot, Expr, Fact, Leaf, Op, Part, Perm, Pick, Pos, Table
+from moefuse.patterns.axes import At, Axis, Part, Perm, Pick
+from moefuse.patterns.facts import Const, Dot, Expr, Fact, Leaf, Op, Pos, Table
 from moefuse.patterns.words import _SAY, words
 
 GRAPH = fx.Graph()
