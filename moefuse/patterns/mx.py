@@ -12,6 +12,7 @@ import torch
 from torch.fx import Node
 
 from moefuse.graph import sizes
+from moefuse.ops.mx import SCALES
 from moefuse.patterns.axes import At, Axis, Dims, group_size
 from moefuse.patterns.facts import Conflict, Count, Fact, Leaf, Offs, Table
 from moefuse.patterns.grouped_matmul import row_order
@@ -75,9 +76,9 @@ def flat(scales: Fact) -> Fact:
 
 
 def is_e8m0(scale: Node, number: int | None) -> bool:
-    """True for scales of blocks: by what the operator's argument says of them, or by their dtype."""
+    """True for scales of blocks: by their dtype, or by what the operator's argument says of bytes."""
     stored: torch.dtype = value(scale).dtype
-    return stored.itemsize == 1 and (number == E8M0 or (number is None and stored == torch.float8_e8m0fnu))
+    return stored in SCALES and (number == E8M0 or (number is None and stored == torch.float8_e8m0fnu))
 
 
 def elements_of(tensor: Node, number: int | None) -> torch.dtype:

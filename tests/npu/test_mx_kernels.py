@@ -129,6 +129,22 @@ def test_a_number_of_another_dtype(numbers: dict[str, int], message: str) -> Non
         npu.npu_grouped_matmul([rows], [weight], **given)
 
 
+def test_scales_of_another_dtype() -> None:
+    rows, row_scales = npu.npu_dynamic_mx_quant(torch.randn(5, C), dst_type=E4M3)
+    weight, scales = quantised(torch.randn(3, C, N), E4M3)
+    given = {"scale_dtype": E8M0, "per_token_scale_dtype": E8M0, "split_item": 2, "group_type": 0}
+    for kind in (torch.float8_e4m3fn, torch.int8):
+        with pytest.raises(NotImplementedError, match="the scale's type"):
+            npu.npu_grouped_matmul(
+                [rows],
+                [weight],
+                scale=[scales.view(kind)],
+                per_token_scale=[row_scales],
+                group_list=ENDS,
+                **given,
+            )
+
+
 def test_float4_weights_that_lie_the_other_way_round() -> None:
     w = torch.randn(3, C, N)
     weight, scales = quantised(w, FLOAT4)

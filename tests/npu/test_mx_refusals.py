@@ -172,6 +172,16 @@ def test_weights_of_other_elements_than_the_rows() -> None:
     assert reason in why(capture_graph(layer, operands()).graph_module)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_scales_said_to_be_powers_of_two(dtype: torch.dtype) -> None:
+    """The number of such scales beside a tensor whose dtype says that it holds something else."""
+    graph_module = capture_graph(CASES["mxfp8_by_steps"].layer, operands()).graph_module
+    *_, s13, s2 = (node for node in graph_module.graph.nodes if node.op == "placeholder")
+    for node in (s13, s2):
+        node.meta["val"] = node.meta["val"].view(dtype)
+    assert "with other scales of its weights" in why(graph_module)
+
+
 def test_rows_that_are_no_multiple_of_64() -> None:
     _, logits, *rest = operands(hidden=192, inner=96)
     layer, wide = CASES["mxfp8_by_steps"].layer, torch.randn(T, 192).bfloat16()

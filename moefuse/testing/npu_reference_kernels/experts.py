@@ -116,7 +116,7 @@ def grouped_matmul(
         absent(name, bias=bias, antiquant_offset=antiquant_offset)
         beside = _stacked(scale or antiquant_scale)
         assert beside is not None
-        only(name, "the scale's type", _e8m0(beside, scale_dtype) or not scale, True)
+        only(name, "the scale's type", _e8m0(beside, scale_dtype if scale else mx.E8M0), True)
         elements = mx.elements_of(name, "weight_dtype", weights, weight_dtype)
         if row_blocks and per_token_scale is not None:
             stored = mx.elements_of(name, "x_dtype", rows, x_dtype)
@@ -175,7 +175,8 @@ def grouped_matmul_list(
 
 def _e8m0(scale: Tensor, number: int | None) -> bool:
     """True for scales of MX blocks, by their dtype or by what the operator's argument says."""
-    return number == mx.E8M0 or (number is None and scale.dtype == torch.float8_e8m0fnu)
+    as_bytes = scale.dtype == torch.uint8 and number == mx.E8M0
+    return as_bytes or (scale.dtype == torch.float8_e8m0fnu and number in (None, mx.E8M0))
 
 
 def _per_input(scale: Tensor, inputs: int) -> Tensor:
