@@ -304,7 +304,7 @@ ARGUMENTS: tuple[tuple[str, str, str, Any, str], ...] = (
         "npu_grouped_matmul",
         "per_token_scale_dtype",
         293,
-        "a grouped GEMM in MX formats with other scales of its weights",
+        "a grouped GEMM with per_token_scale_dtype",
     ),
     ("w8a8_swiglu_dynamic_quant", "npu_grouped_matmul", "offset", ["w"], "a grouped GEMM with offset"),
     ("w8a8_swiglu_dynamic_quant", "npu_grouped_matmul", "antiquant_scale", ["w"], "with antiquant_scale"),
