@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -188,6 +189,7 @@ def compile_graph(
     if stale := {number: reason for number in loops if (reason := hooked(number))}:
         raise UnprovedError(stale)
     if options.mode == "off":
+        _expect_local(gm, example_inputs)
         return plain(GraphReport(index, (), nodes, nodes, note="mode='off': nothing is fused"))
     if not worth_a_look(gm):
         return plain(GraphReport(index, (), nodes, nodes, note="no routing operation in this graph"))
@@ -228,6 +230,13 @@ def compile_graph(
         log.warning("the inner compiler failed on the fused graph; compiling it unfused", exc_info=True)
         return plain(_failed(index, nodes, error))
     return Compiled(run, report, result.checker)
+
+
+def _expect_local(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+    """Of a graph that isn't looked at: other ranks may look, and wait for a word about what becomes of its DTensors."""
+    if worth_a_look(gm):
+        with suppress(CaptureError):
+            expect(desugared(gm, example_inputs).gm)
 
 
 def _local_form(gm: GraphModule, example_inputs: Sequence[Any], options: Options) -> Desugared:

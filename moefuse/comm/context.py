@@ -11,7 +11,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal, Protocol, cast
 
@@ -345,16 +345,27 @@ def _make(
     announce()
     meeting = Meeting(store, name, rank, world, timeout, partial(ended, group))
     collectives = Collectives(capacity, group, store, name, timeout)
-    with _telling(meeting):
+    with _telling(meeting), ExitStack() as undo:
         hello = {"host": _host(), "run": secrets.randbits(62), "wanted": wanted}
         said = meeting.exchange("hello", hello)
         agree([each["wanted"] for each in said], "the ranks ask for different contexts")
         if _share_memory(transport, device, [each["host"] for each in said]):
-            views = _exchange_windows(meeting, capacity, said[0]["run"])
+            views = _exchange_windows(meeting, capacity, said[0]["run"], undo)
             shared = SharedMemory(capacity, views, rank, timeout, Asked(group))
-            return CommContext(capacity, rank, collectives, shared, device)
+        else:
+            shared = None
+        context = CommContext(capacity, rank, collectives, shared, device)
+        undo.callback(_discard, context)
+        meeting.exchange("made", True)  # all ranks have it, or none
         meeting.conclude()
-        return CommContext(capacity, rank, collectives, device=device)
+        undo.pop_all()
+        return context
+
+
+def _discard(context: CommContext) -> None:
+    """Of a context that isn't there on all ranks. Who has it all the same hears of it."""
+    context.fail(ContextError("it couldn't be made"))
+    context.close()
 
 
 @contextmanager
@@ -383,23 +394,17 @@ def _share_memory(transport: TransportName, device: str, hosts: list[str | None]
     return possible and transport != Collectives.name
 
 
-def _exchange_windows(meeting: Meeting, capacity: Capacity, run: int) -> list[Window]:
-    """Everybody's window, mapped; no name is left when this returns or raises."""
+def _exchange_windows(meeting: Meeting, capacity: Capacity, run: int, undo: ExitStack) -> list[Window]:
+    """Everybody's window, mapped; no name is left when this returns. undo: closes them."""
     windows.remove_stale()
     rank, world, size = meeting.rank, meeting.world, capacity.window_bytes
-    views: list[Window] = [Window.create(size, run, rank, world)]
-    try:
-        names = meeting.exchange("window", views[0].name)
-        for peer, name in enumerate(names):
-            if peer != rank:
-                views.append(Window.attach(name, size, run, peer, world))
-        meeting.exchange("mapped", True)
-        meeting.conclude()
-    except BaseException:
-        for view in views:
-            view.close()
-        raise
-    own = views.pop(0)
+    own = Window.create(size, run, rank, world)
+    undo.callback(own.close)
+    views: list[Window] = []
+    for peer, name in enumerate(meeting.exchange("window", own.name)):
+        view = own if peer == rank else Window.attach(name, size, run, peer, world)
+        undo.callback(view.close)
+        views.append(view)
+    meeting.exchange("mapped", True)
     own.unlink()
-    views.insert(rank, own)
     return views

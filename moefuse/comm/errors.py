@@ -24,6 +24,14 @@ class BusyError(RendezvousError):
     """A rank is in a step, and waits there for this one: they run different programs."""
 
 
+class OutOfStepError(RendezvousError):
+    """A rank didn't come where others waited for it: from then on they may not mean the same by what they say next."""
+
+
+class ConcludedError(CommError):
+    """Something went wrong here when all ranks, this one too, had said yes: the others do what they agreed on."""
+
+
 class WindowError(CommError):
     """A shared memory window can't be made, or isn't what its owner said it was."""
 

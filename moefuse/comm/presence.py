@@ -16,18 +16,27 @@ import torch.distributed as dist
 
 from moefuse.comm.rendezvous import Store
 
-_announced: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
-"""By default group: the process that did so; a fork hasn't."""
+_announced: "weakref.WeakSet[Any]" = weakref.WeakSet()
+"""The default groups for which all is said."""
+
+
+def _say_nothing_of_parents() -> None:
+    """What is forked from a rank, as a DataLoader's workers are, isn't that rank, and may end before it."""
+    if dist.is_available() and dist.is_initialized():
+        _announced.add(dist.group.WORLD)
+
+
+os.register_at_fork(after_in_child=_say_nothing_of_parents)
 
 
 def announce(_: object = None) -> None:
-    """Once for each default group. The argument is that of torch's hook at the start of a compilation."""
+    """Once for each default group, by who made it. The argument is that of torch's hook where a compilation starts."""
     if not dist.is_available() or not dist.is_initialized():
         return
     world: Any = dist.group.WORLD
-    if _announced.get(world) == os.getpid() or (host := _host()) is None:
+    if world in _announced or (host := _host()) is None:
         return
-    _announced[world] = os.getpid()
+    _announced.add(world)
     with suppress(RuntimeError):  # a store that can't be reached: what comes next says so
         said = {"host": host, "pid": os.getpid(), "start": _start(os.getpid())}
         _store().set(_key(dist.get_rank()), json.dumps(said))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from moefuse.comm.errors import BusyError, CommError, ContextError, RendezvousError
+from moefuse.comm.errors import BusyError, CommError, ContextError, OutOfStepError, RendezvousError
 
 TIMEOUT = 300.0
 """Seconds that a rank waits for the others: they may still be compiling."""
@@ -19,6 +19,7 @@ _LONGEST_SLEEP = 0.02
 _LOOK_SECONDS = 0.2
 _LOOKED_AFTER = 8
 """So many silent ranks are looked after at a time: each of a thousand that wait would ask about all others."""
+_ENDS = {kind.__name__: kind for kind in (RendezvousError, BusyError, OutOfStepError)}
 
 
 class Store(Protocol):
@@ -54,7 +55,6 @@ class Meeting:
     ) -> None:
         self.rank, self.world, self.timeout = rank, world, timeout
         self._store, self._name, self._ended = store, name, ended
-        self._deadline = time.monotonic() + timeout
 
     def say(self, step: str, value: Any) -> None:
         """Let the others know, without waiting for them."""
@@ -64,43 +64,49 @@ class Meeting:
     def exchange(self, step: str, value: Any) -> list[Any]:
         """What each rank said at this step, in rank order (JSON data).
 
-        Raises RendezvousError naming the ranks that didn't come within the timeout, or whose process ended, or with
-        the reason of the rank that gave up: BusyError where it waits for this one elsewhere. After all steps each rank
-        has to `conclude`.
+        Raises RendezvousError naming the ranks whose process ended, or with the reason of the rank that gave up:
+        BusyError where it waits for this one elsewhere, OutOfStepError where some rank didn't come within the timeout.
+        After all steps each rank has to `conclude`.
         """
         self.say(step, value)
+        deadline = time.monotonic() + self.timeout
         keys = [self._key(step, rank) for rank in range(self.world)]
         silent = [rank for rank in range(self.world) if rank != self.rank]
         pause, next_look = 0.0005, time.monotonic() + _LOOK_SECONDS
         with _reached():
             while not self._store.check(keys):
-                if self._store.check([self._key("end")]):
-                    self.conclude()
-                error = self._late(step, keys)
+                self.go_on()
+                error = self._late(step, keys) if time.monotonic() > deadline else None
                 if error is None and time.monotonic() > next_look:
                     next_look = time.monotonic() + _LOOK_SECONDS
                     error = self._left(step, keys, silent)
-                if error is not None and self.abandon(str(error)):
+                if error is not None and self.abandon(str(error), type(error)):
                     raise error
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_SLEEP)
             return [json.loads(self._store.get(key)) for key in keys]
 
+    def go_on(self) -> None:
+        """Raise as `exchange` where a rank gave up by now, which it may do after its word."""
+        with _reached():
+            if self._store.check([self._key("end")]):
+                self.conclude()
+
     def conclude(self) -> None:
         """All is said. Raises as `exchange` where a rank gave up before any rank was here."""
         with _reached():
-            said = self._end({"reason": "", "busy": False})
+            said = self._end({"reason": "", "kind": ""})
         if said["reason"]:
-            raise (BusyError if said["busy"] else RendezvousError)(said["reason"])
+            raise _ENDS[said["kind"]](said["reason"])
 
-    def abandon(self, reason: str, *, busy: bool = False) -> bool:
-        """Tell the others, now or when they come, that this attempt is over. busy: see `BusyError`.
+    def abandon(self, reason: str, kind: type[RendezvousError] = RendezvousError) -> bool:
+        """Tell the others, now or when they come, that this attempt is over. kind: what it is for them.
 
         False where it is too late for that: all ranks have said what there is to say, and one has concluded.
         """
         try:
             with _reached():
-                said = self._end({"reason": f"rank {self.rank} gave up: {reason}", "busy": busy})
+                said = self._end({"reason": f"rank {self.rank} gave up: {reason}", "kind": kind.__name__})
         except RendezvousError:  # nobody can conclude either
             return True
         return bool(said["reason"])
@@ -120,12 +126,10 @@ class Meeting:
         key = self._key("begun")
         return int(self._store.get(key)) if self._store.check([key]) else None
 
-    def _late(self, step: str, keys: list[str]) -> RendezvousError | None:
-        if time.monotonic() <= self._deadline:
-            return None
+    def _late(self, step: str, keys: list[str]) -> RendezvousError:
         missing = tuple(rank for rank, key in enumerate(keys) if not self._store.check([key]))
         ranks = ", ".join(map(str, missing))
-        return RendezvousError(
+        return OutOfStepError(
             f"no word ({step}) from rank {ranks} of {self.world} within {self.timeout:g} s; every rank has to "
             f"compile and run the same layers",
             missing,

@@ -2,33 +2,34 @@
 
 In: this rank's wishes. Out: for each group the reason why none of its layers is fused, nothing where all ranks fuse
 all of them. A rank that fused alone would wait for ever, so the ranks tell each other, once per frame, with and without
-gradients, what they would do; one "no" is everybody's. Each rank says one word about each frame that may have such
-layers, whatever becomes of it (`speaking`). Contexts are made here, before the first forward, one for all layers of the
-same sizes. A frame that is compiled anew asks nobody: what was agreed on holds.
+gradients, what they would do; one "no" is everybody's, and for both ways, as long as the other one isn't agreed on: so
+all ranks count alike how often they were asked. Each rank says one word about each frame that may have such layers,
+whatever becomes of it (`speaking`). Contexts are made here, before the first forward, one for all layers of the same
+sizes: on all ranks, or nothing is fused. A frame that is compiled anew asks nobody: what was agreed on holds.
 """
 
 import json
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch._dynamo.exc import RestartAnalysis
 from torch._guards import CompileContext
 from torch.fx import GraphModule
 from torch.utils.weak import WeakIdKeyDictionary
 
 from moefuse import targets
-from moefuse.comm import BusyError, Capacity, CommError, context_for
+from moefuse.comm import BusyError, Capacity, CommError, ConcludedError, OutOfStepError, context_for
 from moefuse.comm.context import fail_contexts
 from moefuse.comm.plans import give_up, tell_all, what_all_want
 from moefuse.comm.presence import announce
 from moefuse.comm.rendezvous import TIMEOUT
-from moefuse.graph.capture import is_control_flow
 from moefuse.graph.groups import Place, group_of, senders
 from moefuse.ops.ep_context import provide
 from moefuse.ops.spec import MoeSpec
@@ -88,9 +89,14 @@ _first_weight: ContextVar[Any] = ContextVar("_first_weight", default=_NO_WEIGHT)
 
 @contextmanager
 def weights_of(inputs: Sequence[Any]) -> Iterator[None]:
-    """Inside, a graph with these inputs is compiled: layers of one class share a frame, but no weights."""
-    first = next((x for x in inputs if isinstance(x, torch.nn.Parameter)), _NO_WEIGHT)
-    token = _first_weight.set(first)
+    """Inside, a graph with these inputs is compiled: layers of one class share a frame, but no weights.
+
+    They are parameters, or buffers where there are none: these may also be tables that layers share.
+    """
+    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+    weights = [x for x in tensors if isinstance(x, torch.nn.Parameter)]
+    buffers = [x for x in tensors if hasattr(x, "_dynamo_static_input_type")]
+    token = _first_weight.set(next(iter([*weights, *buffers]), _NO_WEIGHT))
     try:
         yield
     finally:
@@ -147,7 +153,7 @@ def speaking(gm: GraphModule, inputs: Sequence[Any]) -> Iterator[None]:
         expect(gm)
         yield
     except BaseException as error:
-        if not isinstance(error, UnprovedError) and not is_control_flow(error):
+        if not isinstance(error, UnprovedError | RestartAnalysis):
             leave(" ".join(str(error).split()) or type(error).__name__)
             for group in _promised() if isinstance(error, AgreementError) else owed.promised:
                 fail_contexts(group, error)
@@ -168,25 +174,29 @@ def leave(reason: str) -> None:
         return
     for place in sorted(owed.silent):
         group = group_of(place.name)
-        known, (frame, _) = _known(group), _frame()
-        if (frame, owed.training) not in known:
-            _unfused_both_ways(known)
+        known = _known(group)
+        if (_frame()[0], owed.training) not in known:
+            _unfused(known)
             give_up(group, f"it doesn't fuse this graph: {reason}")
 
 
-def _unfused_both_ways(known: dict[Any, Any]) -> None:
-    """With gradients and without: who gave up isn't asked again."""
-    for grad in (False, True):
-        known.setdefault((_frame()[0], grad), None)
+def _unfused(known: dict[Any, Any]) -> list[Any]:
+    """A no: with gradients and without, as ranks may differ in that. The keys of which nothing was known."""
+    new = [key for key in _both_ways() if key not in known]
+    known.update(dict.fromkeys(new))
+    return new
+
+
+def _both_ways() -> list[tuple[int, bool]]:
+    return [(_frame()[0], grad) for grad in (False, True)]
 
 
 def _promised() -> list[Any]:
     """The groups whose ranks fuse layers of this frame."""
-    keys = [(_frame()[0], grad) for grad in (False, True)]
     return [
         group
         for group, models in _agreed.items()
-        if any(frames.get(key) for frames in models.values() for key in keys)
+        if any(frames.get(key) for frames in models.values() for key in _both_ways())
     ]
 
 
@@ -225,9 +235,8 @@ def _asks(wishes: Sequence[Wish]) -> bool:
 
 def demand_unpromised(reason: str) -> None:
     """For a graph that can't be looked at: AgreementError where the ranks fuse layers of its frame for other sizes."""
-    frame, first = _frame()[0], _first_weight.get()
-    promised = (models.get(first, {}) for models in _agreed.values())
-    if frame >= 0 and any(frames.get((frame, grad)) for frames in promised for grad in (False, True)):
+    promised = (models.get(_first_weight.get(), {}) for models in _agreed.values())
+    if _frame()[0] >= 0 and any(frames.get(key) for frames in promised for key in _both_ways()):
         raise AgreementError(
             f"the other ranks would wait for expert-parallel layers of this one, but compiled anew for other sizes "
             f"their frame can't be fused ({reason}). {DYNAMIC}"
@@ -242,7 +251,7 @@ def _agree(place: Place, wishes: list[Wish], options: Options, training: bool) -
     known, key = _known(group), (_frame()[0], training)
     if not wishes:
         if key not in known:
-            known[key] = None
+            _unfused(known)
             tell_all(group, _said(wishes, options, training))
         return None
     if (spent := _spent()) and group in _promised():
@@ -261,12 +270,56 @@ def _agree(place: Place, wishes: list[Wish], options: Options, training: bool) -
             )
         _promise(group)
         return None
-    known[key] = None
-    refusal = _asked(group, place, wishes, options, training, known)
-    if refusal is None:
+    new = _unfused(known)
+
+    def fused() -> None:
+        for each in new:
+            del known[each]
         known[key] = digests
+
+    refusal = _asked(group, place, wishes, options, training, fused)
+    if refusal is None:
         _promise(group)
     return refusal
+
+
+def _asked(
+    group: Any,
+    place: Place,
+    wishes: list[Wish],
+    options: Options,
+    training: bool,
+    fused: Callable[[], None],
+) -> tuple[str, str] | None:
+    """Ask the other ranks; where all say yes, make the contexts. fused: called where all ranks have them."""
+    said = _said(wishes, options, training)
+    if (own := next((wish for wish in wishes if wish.reason), None)) is not None:
+        tell_all(group, said)
+        return "ep_agreement", f"rank {place.rank} doesn't fuse {own.layer or '(root)'}: {own.reason}"
+
+    def decided(everyone: list[Any]) -> str:
+        if not (refusal := _refusal(everyone, place.rank, training)):
+            for wish in {wish.context: wish for wish in wishes}.values():
+                _opened(group, wish)
+            agreed.append(True)
+        return refusal
+
+    agreed: list[bool] = []
+    try:
+        refusal = what_all_want(group, said, options.ep_timeout, decided)
+    except ConcludedError as error:
+        if agreed:  # so the others fuse these layers
+            fused()
+        raise AgreementError(str(error)) from error
+    except BusyError as error:
+        raise AgreementError(str(error)) from error
+    except CommError as error:
+        log.warning("no expert-parallel layer of this graph is fused: %s", error)
+        return "ep_context", str(error)
+    if refusal:
+        return "ep_agreement", refusal
+    fused()
+    return None
 
 
 def _promise(group: Any) -> None:
@@ -291,47 +344,20 @@ def _said(wishes: Sequence[Wish], options: Options, training: bool) -> dict[str,
     return {"layers": layers, "mode": options.mode, "gradients": training}
 
 
-def _asked(
-    group: Any, place: Place, wishes: list[Wish], options: Options, training: bool, known: dict[Any, Any]
-) -> tuple[str, str] | None:
-    """Ask the other ranks; where all say yes, make the contexts.
-
-    known: of this model, by frame and whether gradients are wanted. Where ranks differ in that, the frame is not fused
-    in either way: nobody would come to the second question.
-    """
-    said = _said(wishes, options, training)
-    if (own := next((wish for wish in wishes if wish.reason), None)) is not None:
-        tell_all(group, said)
-        return "ep_agreement", f"rank {place.rank} doesn't fuse {own.layer or '(root)'}: {own.reason}"
-    try:
-        everyone = what_all_want(group, said, options.ep_timeout)
-        if odd := [rank for rank, theirs in enumerate(everyone) if theirs["gradients"] != training]:
-            known[(_frame()[0], not training)] = None
-            here, there = ("", "no ") if training else ("no ", "")
-            ranks = ", ".join(map(str, odd))
-            return (
-                "ep_agreement",
-                f"{here}gradients are wanted on rank {place.rank}, and {there}gradients on {ranks}",
-            )
-        for rank, theirs in enumerate(everyone):
-            for layer, digest, reason in theirs["layers"]:
-                if not digest:
-                    return "ep_agreement", f"rank {rank} doesn't fuse {layer or '(root)'}: {reason}"
-        for rank, theirs in enumerate(everyone):
-            if theirs != everyone[0]:
-                return (
-                    "ep_agreement",
-                    f"rank {rank} has other layers in this graph than rank 0, or other readers of their collectives",
-                )
-        for wish in {wish.context: wish for wish in wishes}.values():
-            _opened(group, wish)
-    except BusyError as error:
-        raise AgreementError(str(error)) from error
-    except CommError as error:
-        _unfused_both_ways(known)
-        log.warning("no expert-parallel layer of this graph is fused: %s", error)
-        return "ep_context", str(error)
-    return None
+def _refusal(everyone: list[Any], own: int, training: bool) -> str:
+    """Why none of the layers is fused, from what every rank said; "" where all say yes."""
+    if odd := [rank for rank, theirs in enumerate(everyone) if theirs["gradients"] != training]:
+        here, there = ("", "no ") if training else ("no ", "")
+        ranks = ", ".join(map(str, odd))
+        return f"{here}gradients are wanted on rank {own}, and {there}gradients on {ranks}"
+    for rank, theirs in enumerate(everyone):
+        for layer, digest, reason in theirs["layers"]:
+            if not digest:
+                return f"rank {rank} doesn't fuse {layer or '(root)'}: {reason}"
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            return f"rank {rank} has other layers in this graph than rank 0, or other readers of their collectives"
+    return ""
 
 
 # --- contexts --------------------------------------------------------------------------------------------
@@ -364,6 +390,9 @@ def _opened(group: Any, wish: Wish) -> Opened:
     assert wish.decision is not None
     target = targets.get(wish.decision.target)
     if target.communicates:
-        return target.open_context(group, wish.capacity, wish.spec)
+        try:
+            return target.open_context(group, wish.capacity, wish.spec)
+        except Exception as error:  # others may have theirs, and wouldn't make it once more with this rank
+            raise OutOfStepError(f"{type(error).__name__}: {error}") from error
     context = context_for(group, wish.capacity, timeout=wish.timeout)
     return Opened(context.tensor, context.transport, context.bytes)

@@ -157,11 +157,11 @@ def asks_meanwhile(rank: int, world: int, transport: str) -> tuple[str, str, flo
 
     layer = spread(1, top_k=2)
     context = context_for(None, layer.capacity(world, 8), transport=transport, timeout=60)
-    assert what_all_want(dist.group.WORLD, rank, 60) == list(range(world))
+    assert what_all_want(dist.group.WORLD, rank, 60, list) == list(range(world))
     layer.together(context.tensor, rank, world, layer.tokens(rank, 4), "cpu")
     start = time.monotonic()
     tokens = layer.tokens(rank, 4)
-    asks = partial(what_all_want, dist.group.WORLD, 0, 60)
+    asks = partial(what_all_want, dist.group.WORLD, 0, 60, list)
     runs = partial(layer.together, context.tensor, rank, world, tokens, "cpu")
     with pytest.raises(CommError) as caught:
         (runs if rank else asks)()

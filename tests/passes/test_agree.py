@@ -24,7 +24,7 @@ def yes_from_all(monkeypatch) -> Iterator[None]:
     """Rank 1 of two, of which the other says the same as this one. Graphs are compiled; nobody is there to run them."""
     torch._dynamo.reset()
     monkeypatch.setattr(plan_comm, "place_in", lambda name: place_in(name)._replace(live=True))
-    monkeypatch.setattr(agree, "what_all_want", lambda group, wish, timeout: [wish, wish])
+    monkeypatch.setattr(agree, "what_all_want", lambda group, wish, timeout, then: then([wish, wish]))
     monkeypatch.setattr(agree, "tell_all", lambda group, wish: None)
     monkeypatch.setattr(agree, "_opened", lambda group, wish: None)
     monkeypatch.setattr(plan_comm, "contexts_of", lambda wishes: [])
@@ -118,9 +118,9 @@ def test_gradients_on_one_rank_only_leave_the_frame_unfused_both_ways(training, 
     """Nobody would come where the other way is asked about later."""
     asked: list[float] = []
 
-    def other(group: Any, wish: Any, timeout: float) -> list[Any]:
+    def other(group: Any, wish: Any, timeout: float, then: Callable[[list[Any]], str]) -> str:
         asked.append(timeout)
-        return [wish | {"gradients": not wish["gradients"]}, wish]
+        return then([wish | {"gradients": not wish["gradients"]}, wish])
 
     monkeypatch.setattr(agree, "what_all_want", other)
     run = compiled(ep_timeout=7)
@@ -158,7 +158,9 @@ def test_refusals_are_told_first_and_groups_asked_in_one_order(monkeypatch) -> N
     monkeypatch.setattr(agree, "group_of", groups.get)
     monkeypatch.setattr(agree, "tell_all", lambda group, wish: said.append(f"told {names[group]}"))
     monkeypatch.setattr(
-        agree, "what_all_want", lambda group, wish, timeout: [said.append(f"asked {names[group]}") or wish]
+        agree,
+        "what_all_want",
+        lambda group, wish, timeout, then: then([said.append(f"asked {names[group]}") or wish]),
     )
     monkeypatch.setattr(agree, "_opened", lambda group, wish: None)
     monkeypatch.setattr(Wish, "context", property(lambda wish: wish.layer))
