@@ -1,14 +1,19 @@
 """What ranks tell each other about a frame, in one process: a group of one rank, or none at all."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.exc import RestartAnalysis, SkipFrame
+from torch.fx import Graph, GraphModule
 
 import moefuse
 from moefuse import backend
-from moefuse.comm import BusyError
+from moefuse.comm import BusyError, OutOfStepError
+from moefuse.graph.desugar import Desugared
 from moefuse.graph.groups import Place, place_in
 from moefuse.graph.interpret import CaptureError
 from moefuse.options import Options
@@ -33,10 +38,12 @@ def yes_from_all(monkeypatch) -> Iterator[None]:
         yield
 
 
-def compiled(k: int = 2, dynamic: bool = True, **more: Any) -> Callable[[int], None]:
+def compiled(
+    k: int = 2, dynamic: bool = True, layer: ByExpert | None = None, **more: Any
+) -> Callable[[int], None]:
     """Compiles a layer for a number of tokens; what running it says doesn't matter here."""
     options = {"inner": "eager", "ep_max_tokens": 64, **more}
-    run = torch.compile(ByExpert(1, 2, k=k), backend="moefuse", dynamic=dynamic, options=options)
+    run = torch.compile(layer or ByExpert(1, 2, k=k), backend="moefuse", dynamic=dynamic, options=options)
 
     def call(count: int) -> None:
         try:
@@ -144,6 +151,73 @@ def test_a_rank_that_is_busy_with_another_layer_is_an_error(monkeypatch) -> None
     monkeypatch.setattr(agree, "what_all_want", busy)
     with pytest.raises(agree.AgreementError, match="rank 0 gave up: it waits in a layer"):
         compiled()(5)
+
+
+@pytest.mark.usefixtures("yes_from_all")
+def test_weights_in_buffers_are_told_apart() -> None:
+    """Layers of one class share a frame, whether their weights are parameters or not."""
+    for k in (1, 2):
+        layer = ByExpert(1, 2, k=k)
+        for name, weight in list(layer.named_parameters()):
+            delattr(layer, name)
+            layer.register_buffer(name, weight.detach())
+        compiled(layer=layer)(4)
+    assert verdicts() == [(True, "")] * 2
+
+
+@pytest.fixture
+def told(monkeypatch) -> list[str]:
+    """What ranks hear that wait for a word about a graph, which is looked at where its meta says so."""
+    said: list[str] = []
+    monkeypatch.setattr(agree, "give_up", lambda group, reason: said.append(reason))
+    place = place_in(torch.distributed.group.WORLD.group_name)
+    assert place is not None
+    live = place._replace(live=True)
+    monkeypatch.setattr(agree, "senders", lambda gm: [live] if gm.meta.get("sends") else [])
+    return said
+
+
+def sending() -> GraphModule:
+    gm = GraphModule({}, Graph())
+    gm.meta["sends"] = True
+    return gm
+
+
+@pytest.mark.usefixtures("yes_from_all")
+@pytest.mark.parametrize(
+    ("error", "heard"),
+    [(SkipFrame("skipped"), True), (RestartAnalysis(), False)],
+)
+def test_only_a_frame_that_is_compiled_once_more_says_nothing(error, heard, told) -> None:
+    with pytest.raises(type(error)), agree.speaking(sending(), []):
+        raise error
+    assert bool(told) == heard
+
+
+@pytest.mark.usefixtures("yes_from_all")
+def test_a_rank_that_is_switched_off_says_so_of_its_dtensors(told, monkeypatch) -> None:
+    """The groups of their meshes are known only when they are taken apart."""
+    monkeypatch.setattr(backend, "desugared", lambda gm, inputs: Desugared(sending(), inputs))
+    compiled(mode="off")(4)
+    assert told == ["it doesn't fuse this graph: mode='off': nothing is fused"]
+
+
+class _Broken:
+    """A target that communicates itself, and can't."""
+
+    communicates = True
+
+    def open_context(self, *_: Any) -> None:
+        raise OSError("no device")
+
+
+def test_contexts_of_a_target_that_may_be_there_on_some_ranks_are_the_last(monkeypatch) -> None:
+    """Others of the ranks have theirs, and would not come where this one makes it once more."""
+    monkeypatch.setattr(agree.targets, "get", lambda name: _Broken())
+    wish = Wish(0, "0", Place("a", 2, 0, True))
+    chosen: Any = SimpleNamespace(target="npu")
+    with pytest.raises(OutOfStepError, match="OSError: no device"):
+        agree._opened(None, replace(wish, decision=chosen, capacity=chosen, spec=chosen))
 
 
 class _Group:
