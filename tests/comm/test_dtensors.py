@@ -1,5 +1,6 @@
 """Models spread over ranks by DTensor: experts as hooks of a ParallelStyle, weights and rows moved in the graph."""
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -255,7 +256,12 @@ def explained(style: type[ExpertParallel], inner: int) -> tuple[Any, str]:
         block = Block(inner)
         block.gate = nn.Parameter(distribute_tensor(block.gate, mesh, [Replicate(), Shard(0)]))
         (style(mesh) if style is TensorParallel else style()).apply(block.experts, mesh["ep"])
-        (site,) = moefuse.explain(block, torch.randn(7, H)).sites
+        run = torch.compile(block, backend="moefuse", options={"inner": "eager"}, fullgraph=True)
+        counted = {"capture_scalar_outputs": True, "capture_dynamic_output_shape_ops": True}
+        # a fake group writes no counts: what is run on them may fail
+        with torch._dynamo.config.patch(counted), suppress(RuntimeError):
+            run(torch.randn(7, H))
+        (site,) = moefuse.reports()[-1].sites
         return site, mesh["ep"].get_group().group_name
 
 
