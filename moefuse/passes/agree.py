@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch._dynamo.exc import RestartAnalysis
 from torch._guards import CompileContext
 from torch.fx import GraphModule
 from torch.utils.weak import WeakIdKeyDictionary
@@ -153,6 +152,8 @@ def speaking(gm: GraphModule, inputs: Sequence[Any]) -> Iterator[None]:
         expect(gm)
         yield
     except BaseException as error:
+        from torch._dynamo.exc import RestartAnalysis  # importing moefuse doesn't start Dynamo
+
         if not isinstance(error, UnprovedError | RestartAnalysis):
             leave(" ".join(str(error).split()) or type(error).__name__)
             for group in _promised() if isinstance(error, AgreementError) else owed.promised:
