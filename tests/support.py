@@ -1,4 +1,4 @@
-"""Small real MoE blocks that several test rooms share.
+"""Small real MoE blocks that several test rooms share, and how far results are apart.
 
 In: sizes, dtype, experts implementation. Out: the transformers module of one MoE layer with random weights,
 and an input. Only one layer is built, so that a test costs milliseconds, not a model.
@@ -86,3 +86,8 @@ def _block(build: Callable[[Any], Any], config: Any, sizes: Sizes, dtype: torch.
             tensor.copy_(value.to(tensor.dtype))
     x = torch.randn(1, sizes.tokens, sizes.hidden, generator=generator).to(dtype)
     return module.requires_grad_(False), (x,)
+
+
+def off(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The norm-wise difference."""
+    return float((got.double() - want.double()).norm() / want.double().norm())

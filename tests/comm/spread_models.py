@@ -72,6 +72,13 @@ class Block(nn.Module):
     def exchange(self, rows: Tensor, received: Any, sent: Any) -> Tensor:
         return funcol.all_to_all_single(rows, received, sent, self.group)
 
+    def announced(self, ids: Tensor) -> tuple[Tensor, list[int], list[int]]:
+        """Of rows to come here the counts [W * E/W], by rank and expert; of rows the lengths to and from each rank."""
+        counts = torch.histc(ids.float(), bins=self.experts, min=0, max=self.experts).long()
+        here = self.exchange(counts, None, None)
+        sent, received = (each.view(self.world, -1).sum(1).tolist() for each in (counts, here))
+        return here, sent, received
+
     def forward(self, x: Tensor) -> Tensor:
         y = self.routed(x)
         return y if self.side is None else y + x @ self.side
@@ -153,11 +160,8 @@ class ByBlocks(Block):
     def routed(self, x: Tensor) -> Tensor:
         weights, ids = self.route(x)
         flat = ids.view(-1)
-        counts = torch.histc(flat.float(), bins=self.experts, min=0, max=self.experts).long()
         order = torch.argsort(flat, stable=True)
-        here = self.exchange(counts, None, None)
-        sent = counts.view(self.world, -1).sum(1).tolist()
-        received = here.view(self.world, -1).sum(1).tolist()
+        here, sent, received = self.announced(flat)
         rows = self.exchange(x[order // self.k], received, sent)
         number = torch.arange(self.experts, device=x.device) % self.local
         by = torch.argsort(torch.repeat_interleave(number, here), stable=True)
@@ -224,11 +228,8 @@ class ByLoop(ByBlocks):
     def routed(self, x: Tensor) -> Tensor:
         weights, ids = self.route(x)
         flat = ids.view(-1)
-        counts = torch.histc(flat.float(), bins=self.experts, min=0, max=self.experts).long()
         order = torch.argsort(flat, stable=True)
-        here = self.exchange(counts, None, None)
-        sent = counts.view(self.world, -1).sum(1).tolist()
-        received = here.view(self.world, -1).sum(1).tolist()
+        here, sent, received = self.announced(flat)
         rows = self.exchange(x[order // self.k], received, sent)
         rows, by = self.sorted_rows(rows, here)
         rows = self.looped(rows, here.view(self.world, -1).sum(0).tolist())

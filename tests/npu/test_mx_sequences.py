@@ -14,6 +14,7 @@ from moefuse.testing import capture_graph
 from tests.npu.mx_loops import E4M3, E5M2, FLOAT4, layer
 from tests.npu.mx_sequences import CASES, REFUSED, H, I
 from tests.npu.sequences import E, K
+from tests.support import off
 
 fuse = partial(moefuse.fuse, options={"target": "reference"})
 
@@ -29,11 +30,6 @@ more."""
 def inputs(tokens: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(tokens)
     return torch.randn(tokens, H, generator=generator).bfloat16(), torch.randn(tokens, E, generator=generator)
-
-
-def off(got: Tensor, want: Tensor) -> float:
-    """The norm-wise difference."""
-    return float((got.double() - want.double()).norm() / want.double().norm())
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -16,6 +16,7 @@ from tests.npu.loops import quantised
 from tests.npu.quant_sequences import CASES, ROUNDED, H, I
 from tests.npu.ready import WHEEL
 from tests.npu.sequences import E, K
+from tests.support import off
 
 fuse = partial(moefuse.fuse, options={"target": "reference"})
 
@@ -31,11 +32,6 @@ FIXED = ("w8a8_legacy_prefill", "w8a8_legacy_decode", "weights_alone", "w8a8_fus
 def inputs(tokens: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(tokens)
     return torch.randn(tokens, H, generator=generator).bfloat16(), torch.randn(tokens, E, generator=generator)
-
-
-def off(got: Tensor, want: Tensor) -> float:
-    """The norm-wise difference."""
-    return float((got.double() - want.double()).norm() / want.double().norm())
 
 
 @pytest.mark.parametrize("name", CASES)

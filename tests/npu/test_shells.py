@@ -28,6 +28,7 @@ from tests.npu.loops import of_scheme
 from tests.npu.quant_sequences import H, I, weights
 from tests.npu.sequences import E, K, npu, route
 from tests.npu.shells import GROUP, LOCAL, MLPS, RANK, WORLD, Mlp
+from tests.support import off
 
 T = 8
 LOOP = 2e-2
@@ -39,11 +40,6 @@ def by_slots(scheme: str, *arguments: Tensor, own: range | None = None) -> Tenso
     if scheme == "mxfp8":
         return mx_loops.layer(mx_loops.E4M3, mx_loops.E4M3, *arguments, own=own)
     return of_scheme(scheme, *arguments, own=own)
-
-
-def off(got: Tensor, want: Tensor) -> float:
-    """The norm-wise difference."""
-    return float((got.double() - want.double()).norm() / want.double().norm())
 
 
 def operands(scheme: str, experts: int = LOCAL) -> tuple[Tensor, ...]:

@@ -240,11 +240,8 @@ class TwoArrivals(ByPiecesOfEach):
 
     def routed(self, x: Tensor) -> Tensor:
         weights, ids = self.route(x)
-        counts = torch.histc(ids.float(), bins=self.experts, min=0, max=self.experts).long()
         order, other = self.orders(ids)
-        here = self.exchange(counts, None, None)
-        away = counts.view(self.world, -1).sum(1).tolist()
-        came = here.view(self.world, -1).sum(1).tolist()
+        here, away, came = self.announced(ids)
         both = [
             self.exchange(rows, came, away).split(here.tolist()) for rows in (x[order // self.k], x[other])
         ]

@@ -26,6 +26,7 @@ from moefuse.targets.npu import weights as npu_weights
 from moefuse.targets.npu.target import NpuTarget
 from moefuse.testing.npu_reference_kernels.quant import packed
 from tests.npu.emulator.kernels import tiled
+from tests.support import off
 from tests.targets.npu.computing import Fake, fake, table
 
 W, E, K, H, I = 2, 4, 2, 1024, 1024  # noqa: E741  the smallest that aclnnMegaMoe R1 takes
@@ -176,10 +177,6 @@ def by_loop(experts: Experts, given: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         h = product(torch.nn.functional.silu(gate) * up, experts.q2[e], experts.s2[e])
         y[t] += float(weights[t, k]) * h
     return y
-
-
-def off(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm())
 
 
 def cast(own: Experts) -> Experts:
