@@ -12,6 +12,8 @@ namespace moefuse {
 
 constexpr int DOT_WIDTH = 48;  // output features at a time
 constexpr int ROWS = 4;
+constexpr int FEW = 8;            // tokens that cost less than reading the weights
+constexpr int LEAD_BYTES = 8192;  // from the weights that are read to those that are asked for
 #if defined(MOEFUSE_ISA_AVX512)
 constexpr int TOKENS = 6;  // 24 sums, 4 weights and a token value in 32 registers
 #else
@@ -135,10 +137,57 @@ static int dot_strips(int row, const D* w, ptrdiff_t ldw, int n, const typename 
     return row;
 }
 
+// As dot_panel, for T tokens. One row of W after the other: a few tokens cost less than reading W, and memory is
+// fastest when the loads themselves are in the order of the addresses. `next` are rows that lie as those of W do.
+template <class D, int T>
+__attribute__((noinline)) static void dot_rows(const D* w, ptrdiff_t ldw, int n, const typename Mac<D>::X* x,
+                                               ptrdiff_t ldx, int k, float* c, ptrdiff_t ldc, const D* next) {
+    using M = Mac<D>;
+    constexpr int LINE = 64 / sizeof(D), LEAD = LEAD_BYTES / int(sizeof(D));
+    const int whole = k / M::STEP * M::STEP, rows = LEAD / k, values = LEAD % k / LINE * LINE;
+    f32v sums[T][ROWS];
+    for (int row = 0; row < n; row++) {
+        const D* own = w + row * ldw;
+        const auto ahead = [=](int i) { return i < n ? w + i * ldw : next + (i - n) * ldw; };
+        const D *before = ahead(row + rows) + values, *after = ahead(row + rows + 1) + values - k;
+        f32v sum[T] = {};
+        const auto add = [&](int i, typename M::Reg weights) {
+#pragma GCC unroll 8
+            for (int t = 0; t < T; t++) sum[t] = M::add(sum[t], weights, M::values(x + t * ldx + i));
+        };
+        int i = 0;
+        for (; i < whole; i += M::STEP) {
+            if (i % LINE == 0) __builtin_prefetch((values + i < k ? before : after) + i, 0, 3);
+            add(i, M::weights(own + i));
+        }
+        if (i < k) add(i, M::weights(own + i, k - i));
+#pragma GCC unroll 8
+        for (int t = 0; t < T; t++) sums[t][row % ROWS] = sum[t];
+        if (row % ROWS < ROWS - 1 && row < n - 1) continue;
+        for (int t = 0; t < T; t++) {
+            float* to = c + t * ldc + row / ROWS * ROWS;
+            if (row % ROWS == ROWS - 1)
+                add_lane_sums(to, sums[t][0], sums[t][1], sums[t][2], sums[t][3]);
+            else
+                for (int r = 0; r <= row % ROWS; r++) to[r] += lane_sum(sums[t][r]);
+        }
+    }
+}
+
+template <class D, int T>
+static inline void few_tokens(const D* w, ptrdiff_t ldw, int n, const typename Mac<D>::X* x, ptrdiff_t ldx, int t,
+                              int k, float* c, ptrdiff_t ldc, const D* next) {
+    if constexpr (T > 1) {
+        if (t < T) return few_tokens<D, T - 1>(w, ldw, n, x, ldx, t, k, c, ldc, next);
+    }
+    dot_rows<D, T>(w, ldw, n, x, ldx, k, c, ldc, next);
+}
+
 // n rows of W against t rows of X over k values; c [t][ldc] is added to. `next` is what will be read afterwards.
 template <class D>
 static void dot_panel(const D* w, ptrdiff_t ldw, int n, const typename Mac<D>::X* x, ptrdiff_t ldx, int t, int k,
                       float* c, ptrdiff_t ldc, const D* next) {
+    if (t <= FEW) return few_tokens<D, FEW>(w, ldw, n, x, ldx, t, k, c, ldc, next);
     int row = 0;
 #if defined(MOEFUSE_ISA_AVX512)
     // more rows and fewer tokens per tile read the token rows, which the L1 cache can't hold, half as often

@@ -13,6 +13,7 @@ namespace moefuse {
 
 constexpr int OUTER_K = 128;               // rows of these at a time: they and the ones to come stay in the L2 cache
 constexpr int BLOCK_TOKENS = 48;           // token rows that stay in the L2 cache beside the weights
+constexpr int FEW_BYTES = 32768;           // of token rows that stay in the L1 cache while weights pass through it
 constexpr int BLOCK_BYTES = 4096;          // of k: one group of token rows and four of weights fit the L1 cache
 // How many k one lane sums up before its sum is added to the others: float32 needs shorter chains to be as precise as
 // its peers; for half precision the rounding of the rows hides it.
@@ -108,7 +109,7 @@ template <class D>
 static void multiply_rows(const View<D>& view, int n, const Tokens<D>& tokens, int64_t k, float* c, ptrdiff_t ldc,
                           const D* next) {
     // few token rows leave the L1 cache room for more of each: memory likes long stretches of a weight's row better
-    const int64_t bytes = tokens.count < 4 ? 4 * BLOCK_BYTES / tokens.count : BLOCK_BYTES;
+    const int64_t bytes = tokens.count <= FEW ? FEW_BYTES / tokens.count : BLOCK_BYTES;
     const int64_t most = bytes / int64_t(sizeof(typename Mac<D>::X)), blocks = (k + most - 1) / most;
     const int64_t block = round_up((k + blocks - 1) / blocks, 32);
     if constexpr (PACKS<D>)

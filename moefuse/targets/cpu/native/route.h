@@ -60,24 +60,18 @@ class Tasks {
     // features: output features of each expert; width: of the smallest block; threads >= 1.
     Tasks(const Routing& routing, int64_t experts, int64_t features, int64_t width, int threads) : stretches_(threads) {
         const int64_t blocks = (features + width - 1) / width;
-        int64_t active = 0, cost = 0;
-        for (int64_t e = 0; e < experts; e++) {
-            const int64_t rows = routing.first[e + 1] - routing.first[e];
-            active += rows > 0;
-            cost += rows > 0 ? blocks * cost_of(rows) : 0;
-        }
-        // a few dozen tasks for each thread even things out; more blocks per task read the token rows less often
-        const int64_t per_task = std::max<int64_t>(1, std::min<int64_t>(8, active * blocks / (threads * 24)));
-        int64_t done = 0;
+        int64_t cost = 0, done = 0;
+        for (int64_t e = 0; e < experts; e++) cost += blocks * cost_of(routing.first[e + 1] - routing.first[e]);
         int owner = 0;
         for (int64_t e = 0; e < experts; e++) {
-            const int64_t rows = routing.first[e + 1] - routing.first[e];
-            if (!rows) continue;
-            for (int64_t block = 0; block < blocks; block += per_task) {
+            const int64_t each = cost_of(routing.first[e + 1] - routing.first[e]);
+            for (int64_t block = 0, next; each && block < blocks; block = next) {
                 while (owner + 1 < threads && done >= cost * (owner + 1) / threads) stretches_[owner++].end = size();
-                const int64_t end = std::min(features, (block + per_task) * width);
-                tasks_.push_back({int32_t(e), int32_t(block * width), int32_t(end)});
-                done += std::min(per_task, blocks - block) * cost_of(rows);
+                // large ones first: they read memory in long stretches; small ones at the end even things out
+                const int64_t left = (cost * (owner + 1) / threads - done) / each;
+                next = std::min(blocks, block + std::max<int64_t>(1, std::min(MOST_BLOCKS, left / PARTS)));
+                tasks_.push_back({int32_t(e), int32_t(block * width), int32_t(std::min(features, next * width))});
+                done += (next - block) * each;
             }
         }
         for (; owner < threads; owner++) stretches_[owner].end = size();
@@ -97,8 +91,10 @@ class Tasks {
 
    private:
     int32_t size() const { return int32_t(tasks_.size()); }
-    // Reading a weight costs as much as computing with it for about 16 token rows.
-    static int64_t cost_of(int64_t rows) { return 16 + rows; }
+    static constexpr int64_t MOST_BLOCKS = 8, PARTS = 4;
+
+    // Of a block. Reading a weight costs as much as computing with it for about 16 token rows.
+    static int64_t cost_of(int64_t rows) { return rows ? 16 + rows : 0; }
 
     std::vector<Task> tasks_;
     std::vector<Stretch> stretches_;
