@@ -1,8 +1,8 @@
 // C[t][n] += sum over k of W[n][k] * X[t][k] for weights whose k is contiguous: dot products of rows as they lie.
 //
 // In: rows of W (unit stride along k, any stride between rows) and of X (Mac<D>::X, zero-padded to STEP).
-// Out: float32 sums. A tile of ROWS weight rows by up to TOKENS token rows stays in registers along k; neither
-// operand is packed or transposed, and each sum has one fixed order whatever the tile it was in.
+// Out: float32 sums. One weight row at a time by a few token rows, or a tile of ROWS by up to TOKENS, stays in registers
+// along k; neither operand is packed or transposed, and each sum has one fixed order whatever the tile it was in.
 #pragma once
 
 #include "ahead.h"
@@ -108,11 +108,11 @@ __attribute__((noinline)) static void tall_tile(const D* w, ptrdiff_t ldw, const
     dot_tile<D, R, T>(w, ldw, x, ldx, k, c, ldc, later, rows);
 }
 
-template <class D, int R, int T>
+template <class D, int R, int MOST, int T = MOST>
 static inline void dot_tokens(int tokens, const D* w, ptrdiff_t ldw, const typename Mac<D>::X* x, ptrdiff_t ldx, int k,
                               float* c, ptrdiff_t ldc, const D* later, int rows) {
-    if constexpr (T > (R > ROWS ? 2 : 1)) {  // tall tiles are for more than TOKENS tokens: two or three in each group
-        if (tokens < T) return dot_tokens<D, R, T - 1>(tokens, w, ldw, x, ldx, k, c, ldc, later, rows);
+    if constexpr (T > 2 * MOST / 3) {  // more than FEW tokens in groups of at most MOST: none is smaller
+        if (tokens < T) return dot_tokens<D, R, MOST, T - 1>(tokens, w, ldw, x, ldx, k, c, ldc, later, rows);
     }
     if constexpr (R > ROWS)
         tall_tile<D, R, T>(w, ldw, x, ldx, k, c, ldc, later, rows);

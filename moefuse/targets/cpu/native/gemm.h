@@ -2,7 +2,7 @@
 //
 // In: a view of the weight, token rows as Mac<D>::X. Out: float32 sums, bias included. Chooses the form (dot products
 // or outer products) by the weight's strides and cuts k and tokens into blocks that stay in the caches. Which sums
-// are added in which order depends on k alone, never on threads or on the other tokens.
+// are added in which order depends on k and on how many tokens an expert has, never on threads.
 #pragma once
 
 #include "dot.h"
@@ -17,7 +17,7 @@ constexpr int FEW_BYTES = 32768;           // of token rows that stay in the L1 
 constexpr int BLOCK_BYTES = 4096;          // of k: one group of token rows and four of weights fit the L1 cache
 // How many k one lane sums up before its sum is added to the others: float32 needs shorter chains to be as precise as
 // its peers; for half precision the rounding of the rows hides it.
-constexpr int CHAIN = 256;
+constexpr int64_t CHAIN = 256;
 
 // Part of a weight: feature n and input k lie at w[n * stride_n + k * stride_k]; one of the strides is 1.
 template <class D>
@@ -110,7 +110,8 @@ static void multiply_rows(const View<D>& view, int n, const Tokens<D>& tokens, i
                           const D* next) {
     // few token rows leave the L1 cache room for more of each: memory likes long stretches of a weight's row better
     const int64_t bytes = tokens.count <= FEW ? FEW_BYTES / tokens.count : BLOCK_BYTES;
-    const int64_t most = bytes / int64_t(sizeof(typename Mac<D>::X)), blocks = (k + most - 1) / most;
+    const int64_t fit = bytes / int64_t(sizeof(typename Mac<D>::X)), most = sizeof(D) < 4 ? fit : std::min(fit, CHAIN * LANES);
+    const int64_t blocks = (k + most - 1) / most;
     const int64_t block = round_up((k + blocks - 1) / blocks, 32);
     if constexpr (PACKS<D>)
         if (tokens.in_blocks)
