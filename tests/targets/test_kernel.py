@@ -39,6 +39,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # What each takes part in: every form of the GEMM, full and cut tiles, blocks of k, of tokens and of features.
 SHAPES = [
     {"tokens": 1, "experts": 4, "hidden": 100, "inner": 70, "out": 90},
+    {"tokens": 1, "experts": 3, "hidden": 67, "inner": 300, "out": 8300},
+    {"tokens": 7, "experts": 4, "hidden": 2210, "inner": 50, "out": 50},
     {"tokens": 9, "experts": 2, "hidden": 65, "inner": 500, "out": 30},
     {"tokens": 40, "experts": 3, "hidden": 130, "inner": 100, "out": 300},
     {"tokens": 300, "experts": 3, "hidden": 1100, "inner": 97, "out": 50},
@@ -153,10 +155,11 @@ def test_activations_are_rounded_as_the_model_rounds_them(name, activation, acti
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("transposed", [(True, True), (False, False)])
+@pytest.mark.parametrize("tokens", [1, 6, 90])
 @pytest.mark.parametrize("name", [*ISAS[:1], *EVERY[len(ISAS) :]])
-def test_the_same_bits_for_any_number_of_threads(dtype, transposed, name) -> None:
+def test_the_same_bits_for_any_number_of_threads(dtype, transposed, tokens, name) -> None:
     layer = make_layer(
-        3, tokens=90, experts=3, hidden=96, inner=150, out=96, dtype=dtype, transposed=transposed,
+        3, tokens=tokens, experts=3, hidden=1150, inner=1150, out=1150, dtype=dtype, transposed=transposed,
         norm=("rms", 1e-5), scale="own", identities=1,
     )  # fmt: skip
     layer.args[2][:60, 0] = 0  # one expert has most of the work

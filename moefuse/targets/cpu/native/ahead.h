@@ -9,6 +9,8 @@
 
 namespace moefuse {
 
+constexpr int LEAD_BYTES = 8192;  // from the weights of a few tokens that are read to those that are asked for
+
 template <class D>
 class RowsAhead {
    public:

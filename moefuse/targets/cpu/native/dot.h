@@ -12,8 +12,7 @@ namespace moefuse {
 
 constexpr int DOT_WIDTH = 48;  // output features at a time
 constexpr int ROWS = 4;
-constexpr int FEW = 8;            // tokens that cost less than reading the weights
-constexpr int LEAD_BYTES = 8192;  // from the weights that are read to those that are asked for
+constexpr int FEW = 8;  // tokens that cost less than reading the weights
 #if defined(MOEFUSE_ISA_AVX512)
 constexpr int TOKENS = 6;  // 24 sums, 4 weights and a token value in 32 registers
 #else

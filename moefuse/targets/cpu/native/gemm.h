@@ -43,6 +43,7 @@ struct Tokens {
     ptrdiff_t stride;
     X* packed;  // `stride` values per token
     int count, in_blocks;
+    bool alone;     // no expert has more than one, and the layer isn't float32: its sums would be too long a chain
     float* turned;  // [DOT_WIDTH][TURNED_STRIDE], sums of packed tokens
 };
 
@@ -110,7 +111,8 @@ static void multiply_rows(const View<D>& view, int n, const Tokens<D>& tokens, i
                           const D* next) {
     // few token rows leave the L1 cache room for more of each: memory likes long stretches of a weight's row better
     const int64_t bytes = tokens.count <= FEW ? FEW_BYTES / tokens.count : BLOCK_BYTES;
-    const int64_t fit = bytes / int64_t(sizeof(typename Mac<D>::X)), most = sizeof(D) < 4 ? fit : std::min(fit, CHAIN * LANES);
+    int64_t most = bytes / int64_t(sizeof(typename Mac<D>::X));
+    if (sizeof(D) == 4 && most > CHAIN * LANES) most = CHAIN * LANES;
     const int64_t blocks = (k + most - 1) / most;
     const int64_t block = round_up((k + blocks - 1) / blocks, 32);
     if constexpr (PACKS<D>)
@@ -139,7 +141,8 @@ static void multiply_columns(const View<D>& view, int n, const Tokens<D>& tokens
     for (int64_t k0 = 0; k0 < k; k0 += rows) {
         const int own = int(k - k0 < rows ? k - k0 : rows);
         const D *w = view.w + k0 * view.stride_k, *then = k0 + rows < k ? w + rows * view.stride_k : next;
-        outer_panel<D>(w, view.stride_k, n, tokens.rows + k0, tokens.stride, tokens.count, own, c, ldc, then);
+        outer_panel<D>(w, view.stride_k, n, tokens.rows + k0, tokens.stride, tokens.count, own, c, ldc, then,
+                       tokens.alone);
     }
 }
 

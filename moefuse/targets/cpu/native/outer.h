@@ -21,7 +21,9 @@ constexpr int SUMS = 12;
 constexpr int MOST_TOKENS = 6;
 #endif
 constexpr int OUTER_WIDTH = SUMS * LANES;  // columns at a time: the widest tile
+constexpr int WIDER = 20;                  // times that for one token, whose sums the L1 cache holds
 constexpr int LINES_AHEAD = 144;           // of 64 bytes
+constexpr int CUT_TOKENS = 4;              // at a time, in columns that don't fill a vector
 
 // Two vectors of columns, of which n exist, out of the rows at w (and w + ldk where the type pairs k).
 template <class D>
@@ -144,23 +146,44 @@ static void outer_groups(const D* w, ptrdiff_t ldk, int n, const typename Mac<D>
     }
 }
 
-// t rows of X over k values against n columns of W, at most OUTER_WIDTH. x and c [..][ldc] have MOST_TOKENS - 1 rows
-// and two vectors of columns to spare: a group of tokens is filled up with rows that nobody reads. With several groups
-// `next`, what will be read afterwards, as many rows and columns, is fetched evenly over the steps, so that memory and
-// arithmetic overlap.
+// One token against n columns of W, whole pairs of vectors: rows of W are read to their end, one after the other, which
+// memory likes much better than columns. The sums are in memory.
+template <class D>
+__attribute__((noinline)) static void outer_row(const D* w, ptrdiff_t ldk, int n, const typename Mac<D>::X* x, int k,
+                                                float* c) {
+    constexpr int LINE = 64 / sizeof(D), LEAD = LEAD_BYTES / int(sizeof(D));
+    const int rows = LEAD / n, values = LEAD % n / LINE * LINE;
+    for (int i = 0; i < k; i++) {
+        const D *row = w + i * ldk, *before = row + rows * ldk + values, *after = before + ldk - n;
+        const f32v token = splat(scalar(x + i));
+        for (int column = 0; column < n; column += 2 * LANES) {
+            if (column % LINE == 0) __builtin_prefetch((values + column < n ? before : after) + column, 0, 3);
+#pragma GCC unroll 2
+            for (int v = column; v < column + 2 * LANES; v += LANES) store(c + v, load(c + v) + load(row + v) * token);
+        }
+    }
+}
+
+// t rows of X over k values against n columns of W: at most OUTER_WIDTH, or WIDER times that by rows, for one token. x
+// and c [..][ldc] have MOST_TOKENS - 1 rows and two vectors of columns to spare: a group of tokens is filled up with
+// rows that nobody reads. With several groups `next`, what will be read afterwards, as many rows and columns, is fetched
+// evenly over the steps, so that memory and arithmetic overlap.
 template <class D>
 static void outer_panel(const D* w, ptrdiff_t ldk, int n, const typename Mac<D>::X* x, ptrdiff_t ldx, int t, int k,
-                        float* c, ptrdiff_t ldc, const D* next) {
-    constexpr int PAIR = Mac<D>::PAIR, CUT_TOKENS = 4;
+                        float* c, ptrdiff_t ldc, const D* next, bool by_rows) {
+    constexpr int PAIR = Mac<D>::PAIR;
     const int paired = k / PAIR * PAIR, whole = n / (2 * LANES) * (2 * LANES);
-    if (whole) outer_groups<D>(w, ldk, whole, x, ldx, t, paired, c, ldc, RowsAhead<D>(next, ldk, n));
+    if (whole && by_rows)
+        outer_row<D>(w, ldk, whole, x, paired, c);
+    else if (whole)
+        outer_groups<D>(w, ldk, whole, x, ldx, t, paired, c, ldc, RowsAhead<D>(next, ldk, n));
     for (int i = 0; whole < n && i < t; i += CUT_TOKENS)
         outer_tile<D, CUT_TOKENS, 2, CUT>(w + whole, ldk, x + i * ldx, ldx, paired, c + i * ldc + whole, ldc, n - whole,
                                           RowsAhead<D>(next, 0, 0), 0);
     if (paired == k) return;
-    D last[PAIR][OUTER_WIDTH] = {};  // a row without a partner gets one of zeros
+    D last[PAIR][WIDER * OUTER_WIDTH] = {};  // a row without a partner gets one of zeros
     std::memcpy(last, w + paired * ldk, n * sizeof(D));
-    outer_panel<D>(last[0], OUTER_WIDTH, n, x + paired, ldx, t, PAIR, c, ldc, next);
+    outer_panel<D>(last[0], WIDER * OUTER_WIDTH, n, x + paired, ldx, t, PAIR, c, ldc, next, by_rows);
 }
 
 }  // namespace moefuse
