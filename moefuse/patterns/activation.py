@@ -2,7 +2,8 @@
 
 In: an expression whose leaves are the first GEMM's outputs. Out: a name of the activation table with its
 parameters, or `custom` with the program as text. The program is evaluated in float64 on a few thousand points,
-also around each of its constants (clamp knees), and compared with every known activation.
+also around each of its constants (clamp knees), and compared with every known activation: its values, and the slopes
+that autograd gives it, which at a knee depend on the spelling.
 """
 
 import ast
@@ -103,17 +104,41 @@ def classify(program: str, gated: bool) -> Classified:
     try:
         wanted = programs.evaluate(program, g, u).to(g.dtype)
     except (ValueError, RuntimeError, TypeError) as error:
-        raise Conflict(f"the activation can't be run on its own: {error}") from None
+        raise Conflict(f"the activation can't be run on its own: {str(error).splitlines()[0]}") from None
     if not is_sampled(program):
         return Classified(CUSTOM, (), program)
-    for swapped in (False, True) if gated else (False,):
-        gate, up = (u, g) if swapped else (g, u)
+    for roles in ((0, 1), (1, 0)) if gated else ((0,),):
         for name, params in _candidates(program, gated):
-            known = ACTIVATIONS[name]
-            got = known.function(gate, up, *params) if gated else known.function(gate, *params)
-            if torch.allclose(got, wanted, rtol=RELATIVE, atol=RELATIVE, equal_nan=True):
-                return Classified(name, params, "", swapped)
+            known = ACTIVATIONS[name].function
+            got = known(*(points[role] for role in roles), *params)
+            if not torch.allclose(got, wanted, rtol=RELATIVE, atol=RELATIVE, equal_nan=True):
+                continue
+            if is_sampled(program, SMOOTH) or _same_slopes(program, known, params, roles, points):
+                return Classified(name, params, "", roles == (1, 0))
     return Classified(CUSTOM, (), program)
+
+
+def _same_slopes(
+    program: str,
+    known: Callable[..., torch.Tensor],
+    params: tuple[float, ...],
+    roles: tuple[int, ...],
+    points: tuple[torch.Tensor, torch.Tensor],
+) -> bool:
+    """True where autograd gives both the same slopes: at 0 relu's is 0 and that of clamp(min=0) 1.
+
+    Rows of zeros and weights that start as zeros lie there exactly. Points where either overflows say nothing.
+    roles: which leaf of the program is the gate, which the up part.
+    """
+    with torch.inference_mode(False), torch.enable_grad():  # a model may be compiled in either mode
+        leaves = [points[role].clone().requires_grad_() for role in sorted(roles)]
+        values = programs.evaluate(program, *leaves), known(*(leaves[role] for role in roles), *params)
+        slopes = [torch.autograd.grad(value.sum(), leaves, materialize_grads=True) for value in values]
+    for a, b in zip(*slopes, strict=True):
+        both = a.isfinite() & b.isfinite()
+        if not torch.allclose(a[both], b[both], rtol=RELATIVE, atol=RELATIVE):
+            return False
+    return True
 
 
 def is_sampled(program: str, operators: frozenset[str] = SAMPLED) -> bool:

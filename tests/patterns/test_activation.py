@@ -76,7 +76,6 @@ GATED: dict[str, tuple[Gated, Named]] = {
     ),
     "quick gelu": (lambda g, u: g * torch.sigmoid(1.702 * g) * u, ("quick_geglu", ())),
     "relu": (lambda g, u: functional.relu(g) * u, ("reglu", ())),
-    "relu by clamp": (lambda g, u: g.clamp(min=0) * u, ("reglu", ())),
     "relu squared": (lambda g, u: functional.relu(g) ** 2 * u, ("relu2glu", ())),
     "relu(x) x": (lambda g, u: functional.relu(g) * g * u, ("relu2glu", ())),
     "sigmoid": (lambda g, u: torch.sigmoid(g) * u, ("sigmoidglu", ())),
@@ -234,6 +233,28 @@ def test_a_knee_that_two_constants_make_is_seen() -> None:
     """clamp(2 g, max=12) / 2 has its knee at 6."""
     program = "mul.Tensor(silu.default(div.Tensor(clamp_max.default(mul.Tensor(g, 2.0), 12.0), 2.0)), u)"
     assert classify(program, True).activation == "custom"
+
+
+SAME_AT_EVERY_POINT: dict[str, Plain] = {
+    "slope 1": lambda g: g.clamp(min=0),
+    "slope 1/2": lambda g: (g + g.abs()) / 2,
+    "slope 0": functional.relu,
+}
+
+
+@pytest.mark.parametrize("act", SAME_AT_EVERY_POINT.values(), ids=SAME_AT_EVERY_POINT)
+def test_a_name_has_the_slopes_of_the_model_too(act: Plain) -> None:
+    """All three are relu, but for what autograd makes of 0. Rows of zeros lie there exactly."""
+    _, ids, weights, w1, w2 = operands(torch.float32)
+    w1, x = w1[:, :I].contiguous(), torch.zeros(len(ids), w1.shape[-1], requires_grad=True)
+
+    def layer(x: Tensor) -> Tensor:
+        return gathered(x, ids, weights, w1, w2, act=act)
+
+    fused = torch.compile(layer, backend="moefuse", options={"inner": "eager", "mode": "on"})
+    (got,), (want,) = (torch.autograd.grad(run(x).sum(), x) for run in (fused, layer))
+    # sums of a few products of numbers around 1
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 def test_parameters_come_from_the_program() -> None:
