@@ -191,15 +191,18 @@ class Emitter:
         return self.call(aten.stack.default, nodes) if len(nodes) > 1 else nodes[0]
 
     def weights(self, factors: Sequence[Expr], ids: Node, layout: Dims, dtype: torch.dtype) -> Node:
-        """The product of all routing weights as [T, K]; ones where the model has none."""
+        """The product of all routing weights as [T, K] in `dtype`; ones where the model has none."""
         nodes = [self.tensor(factor, layout) for factor in factors]
         constant = 1.0
         result: Node | None = None
         for node in nodes:
             if not isinstance(node, Node):
                 constant *= node
+            elif result is not None:
+                result = self.call(aten.mul.Tensor, result, node)
             else:
-                result = node if result is None else self.call(aten.mul.Tensor, result, node)
+                wide = value(node).dtype == dtype
+                result = node if wide else self.call(aten._to_copy.default, node, dtype=dtype)
         full = [group_size(group) for group in layout]
         if result is None:
             return self.call(aten.full_like.default, ids, constant, dtype=dtype)

@@ -7,7 +7,6 @@ is read whole, and no slot is left out.
 """
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,10 +18,11 @@ from moefuse.patterns.activation import Classified, classify, to_program, upcast
 from moefuse.patterns.axes import Axis, Digit, Dims, Group, Part, Ranks
 from moefuse.patterns.facts import Conflict, Const, Expr, Leaf, Op
 from moefuse.patterns.layer_quant import LayerQuant, quantisation
-from moefuse.patterns.pointwise import strip_casts, walk
+from moefuse.patterns.pointwise import dtype_of, strip_casts, walk
 from moefuse.patterns.products import (
     Integers,
     Linear,
+    demand_kept,
     factors,
     first_gemms,
     linear,
@@ -33,7 +33,7 @@ from moefuse.patterns.products import (
 from moefuse.patterns.quantised import Quantised, RowScale
 from moefuse.patterns.rank_facts import Among, Local, Spread
 from moefuse.patterns.row_norm import demand_given, take_norm
-from moefuse.patterns.rules import Lifting, value
+from moefuse.patterns.rules import Lifting
 from moefuse.patterns.unify import bind
 from moefuse.patterns.weights import Span, demand_whole, in_order, layout, span
 
@@ -98,6 +98,8 @@ def describe(
     core, outputs = split_factors(every)
     second, firsts, program, mids = _gemms(core)
     x, inputs = _token_rows(lift, firsts, slots)
+    if second.integers is None:
+        demand_kept(body, (second.dtype, dtype_of(body)))
     scale = (norm.scale,) if norm is not None and norm.scale is not None else ()
     chosen = _same_ids([second, *firsts], case_ids, scale)
     ids = chosen if isinstance(chosen, Leaf | Const) else chosen.ids
@@ -222,6 +224,7 @@ def _token_rows(lift: Lifting, firsts: list[Linear], slots: tuple[Axis, ...]) ->
             old: (new,) for old, new in zip(first.over, firsts[0].over, strict=True)
         }
         opened = lift.expand(first.rows, functools.partial(_per_slot, over=first.over, slots=slots))
+        demand_kept(opened, (first.row_dtype,))
         every = factors(bind(opened, renamed))
         routing = [f for f in every if _is_routing_weight(f, firsts[0].over, slots)]
         row = times([f for f in every if f not in routing])
@@ -372,21 +375,3 @@ def _key(one: Linear) -> tuple[Leaf, Leaf | None, Integers | None]:
 def _one_per_tensor(leaves: list[Leaf], gate_up: GateUp) -> tuple[Leaf, ...]:
     """Two leaves where gate and up are separate tensors, otherwise one: both halves are in it."""
     return tuple(leaves if gate_up == "separate" else leaves[:1])
-
-
-def product_dtype(weights: Sequence[Expr], default: torch.dtype) -> torch.dtype:
-    """The dtype in which these factors are multiplied; `default` where all are constants."""
-    dtypes = [dtype_of(weight) for weight in weights if not isinstance(weight, Const)]
-    return functools.reduce(torch.promote_types, dtypes) if dtypes else default
-
-
-def dtype_of(expr: Expr) -> torch.dtype:
-    """The dtype of a row expression: of its last cast, or of its leaf."""
-    if isinstance(expr, Op) and expr.target is torch.ops.aten._to_copy.default:
-        dtype = dict(expr.kwargs).get("dtype")
-        return dtype if isinstance(dtype, torch.dtype) else dtype_of(expr.args[0])
-    if isinstance(expr, Leaf):
-        dtype = value(expr.node).dtype
-        assert isinstance(dtype, torch.dtype)
-        return dtype
-    return product_dtype(list(expr.parts()), torch.float32)

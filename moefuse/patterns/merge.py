@@ -9,10 +9,10 @@ from dataclasses import replace
 
 from moefuse.patterns.axes import At, Axis, Dims, Group
 from moefuse.patterns.facts import Case, Conflict, Expr, Leaf, Pieces, Table
-from moefuse.patterns.layer import Layer, describe, dtype_of
+from moefuse.patterns.layer import Layer, describe
 from moefuse.patterns.layer_quant import merged
 from moefuse.patterns.pieces import piece_at
-from moefuse.patterns.pointwise import strip_casts, walk
+from moefuse.patterns.pointwise import dtype_of, strip_casts, walk
 from moefuse.patterns.products import factors
 from moefuse.patterns.router import chosen_from
 from moefuse.patterns.rules import Lifting

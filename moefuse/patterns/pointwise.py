@@ -4,6 +4,8 @@ Arithmetic becomes an expression where expert rows, sorted rows or scores per (t
 opaque. Casts that are exact for what a value means are nothing.
 """
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -123,6 +125,24 @@ def strip_casts(expr: Expr) -> Expr:
     while isinstance(expr, Op) and is_rounding(expr):
         expr = expr.args[0]
     return expr
+
+
+def product_dtype(weights: Sequence[Expr], default: torch.dtype) -> torch.dtype:
+    """The dtype in which these factors are multiplied; `default` where all are constants."""
+    dtypes = [dtype_of(weight) for weight in weights if not isinstance(weight, Const)]
+    return functools.reduce(torch.promote_types, dtypes) if dtypes else default
+
+
+def dtype_of(expr: Expr) -> torch.dtype:
+    """The dtype of a row expression: of its last cast, or of its leaf."""
+    if isinstance(expr, Op) and expr.target is torch.ops.aten._to_copy.default:
+        dtype = dict(expr.kwargs).get("dtype")
+        return dtype if isinstance(dtype, torch.dtype) else dtype_of(expr.args[0])
+    if isinstance(expr, Leaf):
+        dtype = value(expr.node).dtype
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+    return product_dtype(list(expr.parts()), torch.float32)
 
 
 def expert_weight(expr: Expr) -> Leaf | None:

@@ -5,6 +5,7 @@ bias.
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +13,7 @@ from torch.fx import Node
 
 from moefuse.patterns.axes import Axis
 from moefuse.patterns.facts import Conflict, Const, Dense, Dot, Expr, Leaf, Mean, Op, group_axes
-from moefuse.patterns.pointwise import ROUNDING, is_rounding, strip_casts, walk
+from moefuse.patterns.pointwise import ROUNDING, dtype_of, is_rounding, strip_casts, walk, widened
 from moefuse.patterns.quantised import INT4, Dequant, QuantDot, Quantised
 from moefuse.patterns.rules import op_name, value
 from moefuse.patterns.unify import bind
@@ -32,9 +33,28 @@ def factors(expr: Expr) -> list[Expr]:
         if isinstance(divisor, Const) and divisor.value != 0:
             return [*factors(_as_expr(inner.args[0])), Const(1 / divisor.value)]
         if not isinstance(divisor, Const) and (not divisor.hard or means(divisor)):
-            inverse = Op(torch.ops.aten.reciprocal.default, (divisor,), (), inner.node)
+            wide = dtype_of(divisor) in (torch.float32, torch.float64)  # 1 / 1e-5 is no number in float16
+            whole = divisor if divisor.hard or wide else widened(divisor)
+            inverse = Op(torch.ops.aten.reciprocal.default, (whole,), (), inner.node)
             return [*factors(_as_expr(inner.args[0])), inverse]
     return [] if inner == Const(1.0) else [inner if inner.hard else expr]
+
+
+def demand_kept(expr: Expr, dtypes: Sequence[torch.dtype]) -> None:
+    """Conflict for a cast that `factors` looks through, or that expert rows go through, and that rounds by design.
+
+    dtypes: to which the layer rounds anyway. A cast to another one that doesn't hold all their values isn't one of the
+    roundings that are kept only on the whole: it emulates a format, or makes an infinity of what is finite.
+    """
+    for cast in (e for e in walk(expr) if isinstance(e, Op) and is_rounding(e) and e.node is not None):
+        inner = strip_casts(cast)
+        if not inner.hard and not (isinstance(inner, Op) and inner.target in (*MUL, *DIV)):
+            continue
+        dtype = value(cast.node).dtype
+        if all(torch.promote_types(dtype, own) != dtype for own in dtypes):
+            raise Conflict(
+                f"`{cast.node}` rounds expert rows, or their weights, to {dtype}, and the layer computes in {dtypes[0]}"
+            )
 
 
 def means(expr: Expr) -> set[Mean]:

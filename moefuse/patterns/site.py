@@ -17,10 +17,10 @@ from moefuse.ops.spec import MoeSpec
 from moefuse.patterns.axes import Digit, Dims
 from moefuse.patterns.capacity import dropped
 from moefuse.patterns.facts import Cases, Conflict, Const, Expr, Leaf, Sum
-from moefuse.patterns.layer import Layer, dtype_of, product_dtype
+from moefuse.patterns.layer import Layer
 from moefuse.patterns.loops import all_cases
 from moefuse.patterns.merge import layer_of, merge
-from moefuse.patterns.pointwise import walk
+from moefuse.patterns.pointwise import dtype_of, product_dtype, walk
 from moefuse.patterns.router import chosen_from
 from moefuse.patterns.rules import Counted, Lifting, value
 from moefuse.patterns.weights import is_transposed, turned
@@ -115,7 +115,7 @@ def _spec(site: Site) -> MoeSpec:
         device=val.device.type,
         x_dtype=dtype_of(layer.x),
         expert_dtype=dtypes.pop(),
-        router_dtype=product_dtype(layer.weights, torch.promote_types(val.dtype, torch.float32)),
+        router_dtype=_router_dtype(layer, val.dtype),
         output_dtype=val.dtype,
         product_dtype=None if site.terms in (torch.float32, torch.float64) else site.terms,
         gate_up=layer.gate_up,
@@ -139,6 +139,15 @@ def _spec(site: Site) -> MoeSpec:
         ids_checked=isinstance(layer.ids, Const)
         or (layer.first == 0 and chosen_from(layer.ids) == count * world + layer.identities),
     )
+
+
+def _router_dtype(layer: Layer, output: torch.dtype) -> torch.dtype:
+    """The dtype of the routing weights; of several factors a wide one: what each does to a row, their product may not.
+
+    Small enough rows times 1e5 are numbers in float16, and 1e5 isn't.
+    """
+    own = product_dtype(layer.weights, torch.promote_types(output, torch.float32))
+    return own if len(layer.weights) == 1 else torch.promote_types(own, torch.float32)
 
 
 def _activation_dtype(layer: Layer) -> torch.dtype | None:

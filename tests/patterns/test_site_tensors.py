@@ -194,6 +194,68 @@ def test_weights_that_are_rounded_on_the_way_are_others(late: bool) -> None:
     layer(forward).refused("`w1` are rounded to torch.bfloat16 on the way to torch.float32")
 
 
+ROUNDED: dict[str, Layer] = {
+    "after the first GEMM": lambda x, ids, w, w1, w2: gathered(
+        x, ids, w, w1, w2, act=lambda h: swiglu(h.bfloat16().float())
+    ),
+    "activation": lambda x, ids, w, w1, w2: gathered(
+        x, ids, w, w1, w2, act=lambda h: swiglu(h).half().float()
+    ),
+    "after the second GEMM": lambda x, ids, w, w1, w2: (
+        second(swiglu(first(x, ids, w1)), ids, w2).bfloat16().float() * wide(w)
+    ).sum(1),
+    "weighted rows": lambda x, ids, w, w1, w2: (
+        (second(swiglu(first(x, ids, w1)), ids, w2) * wide(w)).half().float()
+    ).sum(1),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_rows_that_are_rounded_on_purpose_are_others(name: str) -> None:
+    """A float32 layer that emulates half precision, or means the infinities that it makes."""
+    layer(ROUNDED[name]).refused("rounds expert rows, or their weights, to torch.")
+
+
+def test_weighted_inputs_that_are_rounded_on_purpose_are_others() -> None:
+    def forward(x: Tensor, ids: Tensor, w: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        perm = ids.reshape(-1).argsort()
+        rows = (x[perm // K] * w.reshape(-1)[perm].unsqueeze(-1)).half().to(x.dtype)
+        return ffn(rows, offsets(ids.reshape(-1)), w1, w2)[perm.argsort()].view(T, K, H).sum(1)
+
+    study(forward, *operands(torch.bfloat16)).refused(
+        "rounds expert rows, or their weights, to torch.float16"
+    )
+
+
+def test_rows_may_be_rounded_to_a_dtype_that_the_layer_has() -> None:
+    def forward(x: Tensor, ids: Tensor, w: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        h = first(x, ids, w1).float()
+        a = swiglu(h).to(x.dtype)
+        return ((second(a, ids, w2).float() * wide(w).float()).to(x.dtype)).sum(1)
+
+    study(forward, *operands(torch.bfloat16)).fused()
+
+
+FACTORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "a large number": lambda rows, w: rows * 1e5 * w,
+    "two small weights": lambda rows, w: rows * 1e4 * (w * 1e-4) * (w * 1e-4),
+    "divided by a small weight": lambda rows, w: rows / (w * 1e-5 + 1e-6),
+}
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_factors_of_rows_keep_their_range_in_one_weight(name: str) -> None:
+    """float16 holds 6e-8 to 65504: each factor does here, and what it makes of a row; their product need not."""
+    x, ids, w, w1, w2 = operands(torch.float16)
+
+    def forward(x: Tensor, ids: Tensor, w: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        return FACTORS[name](second(swiglu(first(x, ids, w1)), ids, w2), wide(w)).sum(1)
+
+    result = study(forward, x * 1e-3, ids, w, w1, w2)
+    assert result.site.spec.router_dtype == torch.float32
+    result.fused()
+
+
 def test_a_loop_reads_its_weights_as_they_are_stored() -> None:
     def forward(x: Tensor, ids: Tensor, w: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
         y = torch.zeros_like(x)
