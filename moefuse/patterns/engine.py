@@ -102,7 +102,7 @@ class Lifter:
         return leaf_fact(arg)
 
     def expand(self, expr: Expr, opaque: Callable[[Leaf], bool]) -> Expr:
-        """See `rules.Lifting`. A leaf whose node no rule can open stays as it is."""
+        """See `rules.Lifting`. A leaf whose node no rule can open stays as it is, and so does a part of such a node."""
         if not isinstance(expr, Leaf):
             return expr.rebuilt(lambda part: self.expand(part, opaque))
         if not opaque(expr):
@@ -110,7 +110,8 @@ class Lifter:
         if expr not in self._opened:  # the same leaf twice must come out as the same expression
             self._opened[expr] = self._open(expr)
         opened = self._opened[expr]
-        return expr if opened is None else self.expand(opened, opaque)
+        found = expr if opened is None else self.expand(opened, opaque)
+        return expr if pointwise.is_part(found) else found
 
     def _open(self, leaf: Leaf) -> Expr | None:
         for whole in (None, *leaf.node.all_input_nodes):

@@ -102,6 +102,11 @@ def walk(expr: Expr) -> list[Expr]:
     return found
 
 
+def is_part(expr: Expr) -> bool:
+    """True for some elements of a node: the node that takes them out is there to be used as it is."""
+    return isinstance(expr, Leaf) and any(isinstance(digit, Part) for group in expr.index for digit in group)
+
+
 ROUNDING = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 """Casts between these only round; casts to integers or eight-bit floats are arithmetic of their own."""
 

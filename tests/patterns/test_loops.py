@@ -192,6 +192,21 @@ def test_a_first_term_without_zeros_and_a_rounded_score() -> None:
         study(layer, x[:tokens], torch.randn(tokens, E), weights[:tokens].float(), w1, w2).fused()
 
 
+@pytest.mark.parametrize("tokens", [T, 1])
+def test_weights_that_the_graph_makes_and_one_token(tokens: int) -> None:
+    """One token has no index, so nothing but its expert tells a weight from what the graph makes of the token."""
+
+    def layer(x: Tensor, ids: Tensor, weights: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        y, whole1, whole2 = torch.zeros_like(x), w1 * 2, w2 * 2
+        for e in range(E):
+            score = (weights * (ids == e)).sum(-1, keepdim=True)
+            y = y + functional.linear(swiglu(functional.linear(x, whole1[e])), whole2[e]) * score
+        return y
+
+    x, ids, weights, w1, w2 = operands(torch.float32)
+    study(layer, x[:tokens], ids[:tokens], weights[:tokens], w1, w2).fused()
+
+
 @pytest.mark.parametrize("weighted", [True, False])
 def test_one_slot_per_token_needs_no_sum_of_its_mask(weighted: bool) -> None:
     def layer(x: Tensor, scores: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
