@@ -21,6 +21,28 @@ from moefuse.patterns.unify import bind
 
 def layer_of(lift: Lifting, body: Expr, slots: tuple[Axis, ...], dims: Dims) -> Layer:
     """The layer that sums `body` over `slots`: rows in one piece, cut by expert, or a list of tensors per weight."""
+    layer = _layer_of(lift, body, slots, dims)
+    if layer.ranks is not None:
+        _demand_theirs(layer, body)
+    return layer
+
+
+def _demand_theirs(layer: Layer, body: Expr) -> None:
+    """Demand that what the experts of other ranks have is theirs: rows that came back meet this rank's own tensors.
+
+    Those that ids select, and those inside of pieces and tables, were demanded to be the others' as rows went back.
+    """
+    experts = [*layer.weight1, *layer.weight2, *layer.bias1, *layer.bias2, *layer.row_scale]
+    experts += layer.quant.leaves if layer.quant is not None else ()
+    here = {e.node for e in walk(body) if isinstance(e, Leaf)}
+    for leaf in experts:
+        if not leaf.selectors and leaf.node in here:
+            raise Conflict(
+                f"`{leaf.node.name}`, which each rank has for itself, takes part in expert rows that came back to it"
+            )
+
+
+def _layer_of(lift: Lifting, body: Expr, slots: tuple[Axis, ...], dims: Dims) -> Layer:
     if tables := [e for e in walk(body) if isinstance(e, Table)]:
         return merge(lift, _by_expert(body, tables, slots), dims)
     wholes = {e for e in walk(body) if isinstance(e, Pieces)}

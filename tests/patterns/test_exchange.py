@@ -118,6 +118,9 @@ class Changed(ByExpert):
     def result(self, rows: Tensor) -> Tensor:
         return rows
 
+    def came_back(self, rows: Tensor) -> Tensor:
+        return rows
+
     def ids_to_send(self, flat: Tensor, order: Tensor) -> Tensor:
         return flat[order]
 
@@ -131,7 +134,7 @@ class Changed(ByExpert):
         there, back = self.sizes(sent, received)[:2], self.sizes(sent, received)[2:]
         here = self.exchange(self.ids_to_send(flat, order), *there)
         rows = self.gathered(self.exchange(self.sent_rows(x, order), *there), self.number(here))
-        rows = self.exchange(self.result(rows), *back) * weights.flatten()[order, None]
+        rows = self.came_back(self.exchange(self.result(rows), *back)) * weights.flatten()[order, None]
         return rows[order.argsort()].view(-1, self.k, H).sum(1)
 
 
@@ -182,6 +185,16 @@ class OwnScale(Changed):
 
     def result(self, rows: Tensor) -> Tensor:
         return rows * self.scale
+
+
+class OwnNorm(OwnScale):
+    """The scale is that of the rank that normalises, not of the one whose experts gave the rows."""
+
+    def result(self, rows: Tensor) -> Tensor:
+        return rows
+
+    def came_back(self, rows: Tensor) -> Tensor:
+        return rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + 1e-5) * self.scale
 
 
 class ExpertScale(Changed):
@@ -296,6 +309,7 @@ WRONG: dict[type[Block], str] = {
     UnsortedRows: "",
     SwappedOnTheWayBack: "isn't that of the experts of rank 0",
     OwnScale: "which each rank has for itself, takes part in the rows of all ranks",
+    OwnNorm: "which each rank has for itself, takes part in expert rows that came back to it",
     ExpertScale: "scales the rows of each expert, and experts are on other ranks",
     ExpertScaleOnTheWayIn: "scales the rows of each expert, and experts are on other ranks",
     PlacesOfAnotherRank: "",

@@ -292,6 +292,25 @@ class NumberAsWeight(ByLoop):
         return super().sorted_rows(rows, here)
 
 
+class OwnBiasOnTheWayBack(OwnBias):
+    """Here it's a bias of the rank that gets the rows."""
+
+    def expert(self, number: int, rows: Tensor) -> Tensor:
+        return ByLoop.expert(self, number, rows)
+
+    def looped(self, rows: Tensor, counts: list[int]) -> Tensor:
+        self.computed = True
+        return super().looped(rows, counts)
+
+    def exchange(self, rows: Tensor, received: Any, sent: Any) -> Tensor:
+        rows = super().exchange(rows, received, sent)
+        return rows + self.bias if self.computed else rows
+
+    def routed(self, x: Tensor) -> Tensor:
+        self.computed = False
+        return super().routed(x)
+
+
 OWN = "which each rank has for itself, takes part in the rows of all ranks"
 TWICE = "that came from the ranks in two orders"
 BETWEEN = "cut at other places than between two experts"
@@ -300,6 +319,7 @@ WRONG: dict[type[Block], str] = {
     OwnScaleOfOne: OWN,
     OwnScaleOnTheWayIn: OWN,
     OwnRows: OWN,
+    OwnBiasOnTheWayBack: "which each rank has for itself, takes part in expert rows that came back to it",
     OneLess: BETWEEN,
     Shifted: BETWEEN,
     SameSlice: "isn't that of expert 1",
