@@ -14,6 +14,7 @@ from torch.fx import Node
 
 from moefuse.graph import sizes
 from moefuse.graph.groups import Place, place_in
+from moefuse.ops import activations
 from moefuse.patterns.axes import Axis, Dims, Group, Ranks
 from moefuse.patterns.facts import Conflict, Const, Expr, Leaf
 from moefuse.patterns.layer import Layer
@@ -227,11 +228,26 @@ def _demand_mask(
         expected = (draws[: len(_DRAWS)] * factor).to(results.dtype)
         if not all(torch.equal(row, expected) for row in results[mine]):
             raise Conflict(f"`{weight.node.name}` isn't the gathered routing weight for this rank's experts")
-        silent = nobody | (results == 0).all(1)
+        if _gives_nothing_for_zero(layer):
+            silent = nobody | (results == 0).all(1)
         own = float_source.node
     if not bool(silent[~mine].all()):
         raise Conflict("slots of other ranks' experts are not left out, by their ids or by weights of zero")
     return factor, own
+
+
+def _gives_nothing_for_zero(layer: Layer) -> bool:
+    """True where a slot whose routing weight is 0 adds nothing, wherever in its expert that multiplies."""
+    if layer.weight_position == "output":
+        return True
+    if layer.bias2 or layer.weight_position == "mid":
+        return not layer.bias2
+    zero, found = torch.zeros(1, dtype=torch.float64), layer.activation
+    up = None if layer.gate_up == "none" else zero
+    return (
+        not layer.bias1
+        and not activations.apply(found.activation, found.params, found.program, zero, up).any()
+    )
 
 
 def _scaled_source(weight: Leaf, ids: Leaf, id_source: _Source, place: Place) -> _Source:

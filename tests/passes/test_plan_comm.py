@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed._functional_collectives as funcol
 from torch.utils.checkpoint import CheckpointPolicy
 
 import moefuse
@@ -16,7 +17,7 @@ from moefuse.passes.pipeline import FuseResult
 from moefuse.patterns.rules import op_name
 from moefuse.policy.spread import SpreadLayer, Terms
 from moefuse.testing import fake_ep_group
-from tests.comm.spread_models import Block, ByExpert, E, Gathered, Summed, tokens
+from tests.comm.spread_models import Block, ByExpert, E, Gathered, H, Summed, tokens
 
 
 class _Enough(Exception):
@@ -155,9 +156,40 @@ class ByProduct(Gathered):
         return torch.where(mine, ids - first, 0), weights
 
 
-def test_a_mask_may_be_a_factor() -> None:
+class OnTheInput(Gathered):
+    """Routing weights multiply the rows that experts read: silu(0) is 0, so 0 leaves a slot out here, too."""
+
+    def routed(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.route(x)
+        x, ids, weights = (funcol.all_gather_tensor(each, 0, self.group) for each in (x, ids, weights))
+        local, masked = self.mask(ids, weights)
+        rows = self.gathered((x.unsqueeze(1) * masked.unsqueeze(-1)).view(-1, H), local.flatten())
+        return funcol.reduce_scatter_tensor(rows.view(-1, self.k, H).sum(1), "sum", 0, self.group)
+
+
+class BiasedOnTheInput(OnTheInput):
+    """Of a row of zeros an expert gives its bias."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.bias = torch.nn.Parameter(torch.randn(self.local, H))
+
+    def gathered(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return super().gathered(rows, ids) + self.bias[ids]
+
+
+class SomethingOfNothing(OnTheInput):
+    """Of a row of zeros the activation gives exp(0)."""
+
+    def gathered(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        gate, up = torch.bmm(rows.unsqueeze(1), self.w1[ids]).squeeze(1).chunk(2, -1)
+        return torch.bmm((gate + up).exp().unsqueeze(1), self.w2[ids]).squeeze(1)
+
+
+@pytest.mark.parametrize("form", [ByProduct, OnTheInput])
+def test_a_mask_may_be_a_factor(form) -> None:
     with fake_ep_group(2, 1):
-        (layer,) = planned(ByProduct(1, 2)).layers
+        (layer,) = planned(form(1, 2)).layers
     assert layer.spec is not None
     assert layer.spec.ep_world_size == 2, layer.comm
 
@@ -167,6 +199,8 @@ def test_a_mask_may_be_a_factor() -> None:
     [
         (NotLeftOut, "slots of other ranks' experts are not left out"),
         (OneTooMany, "slots of other ranks' experts are not left out"),
+        (BiasedOnTheInput, "slots of other ranks' experts are not left out"),
+        (SomethingOfNothing, "slots of other ranks' experts are not left out"),
         *((form, "isn't the gathered routing weight") for form in (WeightsChanged, NoZeros, NoNaN, Squared)),
     ],
 )
