@@ -33,7 +33,7 @@ from moefuse.patterns.products import (
 from moefuse.patterns.quantised import Quantised, RowScale
 from moefuse.patterns.rank_facts import Among, Local, Spread
 from moefuse.patterns.row_norm import demand_given, take_norm
-from moefuse.patterns.rules import Lifting
+from moefuse.patterns.rules import Lifting, value
 from moefuse.patterns.unify import bind
 from moefuse.patterns.weights import Span, demand_whole, in_order, layout, span
 
@@ -98,8 +98,9 @@ def describe(
     core, outputs = split_factors(every)
     second, firsts, program, mids = _gemms(core)
     x, inputs = _token_rows(lift, firsts, slots)
-    if second.integers is None:
-        demand_kept(body, (second.dtype, dtype_of(body)))
+    result = value(getattr(body, "node", None))
+    summed = (result.dtype,) if isinstance(result, torch.Tensor) else ()
+    demand_kept(body, (second.dtype, second.row_dtype, firsts[0].dtype, *summed))
     scale = (norm.scale,) if norm is not None and norm.scale is not None else ()
     chosen = _same_ids([second, *firsts], case_ids, scale)
     ids = chosen if isinstance(chosen, Leaf | Const) else chosen.ids
