@@ -22,10 +22,10 @@ from moefuse.passes.canonicalize import canonicalize
 from moefuse.passes.fuse import escaping, fuse_site, travels
 from moefuse.passes.halves import join, split
 from moefuse.passes.lift import Candidate, find
+from moefuse.passes.moves import obstacle
 from moefuse.passes.plan_comm import Agreed, Contact
 from moefuse.passes.record import Recorder, Recording
 from moefuse.passes.shared import absorb
-from moefuse.passes.streams import crossing, off_stream
 from moefuse.passes.unmark import clear, demand_fused, prove
 from moefuse.passes.verify import Checker, Pair, checker
 from moefuse.patterns.engine import lift
@@ -230,8 +230,8 @@ def _treat(
         row, user = escape
         reason = f"the expert rows `{row.name}` are also read by `{user.name}`, outside of the layer"
         return replace(report, check="escape", reason=reason)
-    if (switch := crossing(site)) is not None:
-        return replace(report, check="streams", reason=off_stream(switch))
+    if (stopped := obstacle(site)) is not None:
+        return replace(report, check=stopped[0], reason=stopped[1])
     if comm.reason:
         return replace(report, check=comm.check, reason=comm.reason)
     try:

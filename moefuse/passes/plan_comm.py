@@ -18,7 +18,7 @@ from moefuse.options import Options
 from moefuse.passes.agree import Wish, contexts_of, settled
 from moefuse.passes.fuse import escaping, operand_leaves, outliving, travels, why_not
 from moefuse.passes.lift import MOVES, Candidate, explain
-from moefuse.passes.streams import crossing, off_stream
+from moefuse.passes.moves import obstacle
 from moefuse.patterns.facts import Const, Lost, Op
 from moefuse.patterns.gathered import gathered
 from moefuse.patterns.mc2 import DISPATCH
@@ -190,8 +190,8 @@ def _wish(graph: Graph, number: int, candidate: Candidate, options: Options) -> 
             "escape",
             f"`{user.name}`, outside of the layer, reads its expert rows `{row.name}` too",
         )
-    elif decision.ok and (switch := crossing(site)) is not None:
-        check, reason = "streams", off_stream(switch)
+    elif decision.ok and (stopped := obstacle(site)) is not None:
+        check, reason = stopped
     elif decision.ok and (why := why_not(graph, site, decision.target)):
         check, reason = "emit", why
     if reason:

@@ -12,7 +12,7 @@ from moefuse import policy
 from moefuse.graph.source import common_layer
 from moefuse.options import Options
 from moefuse.passes.fuse import escaping, fuse_site
-from moefuse.passes.streams import crossing, off_stream
+from moefuse.passes.moves import obstacle
 from moefuse.passes.verify import Pair
 from moefuse.patterns.axes import group_size
 from moefuse.patterns.facts import Conflict
@@ -44,8 +44,8 @@ def _absorb(graph: Graph, site: Site, expert: Site | Strange, options: Options, 
     if (escape := escaping(expert)) is not None:
         reason = f"`{escape[0].name}` is also read by `{escape[1].name}`, outside of it"
         return replace(report, check="escape", reason=reason), None
-    if (switch := crossing(expert)) is not None:
-        return replace(report, check="streams", reason=off_stream(switch)), None
+    if (stopped := obstacle(expert)) is not None:
+        return replace(report, check=stopped[0], reason=stopped[1]), None
     try:
         _, output = fuse_site(graph, expert, target)
     except Conflict as conflict:

@@ -29,11 +29,6 @@ def crossing(site: Site) -> Node | None:
     return None
 
 
-def off_stream(switch: Node) -> str:
-    """The reason that `crossing` found."""
-    return f"`{switch.name}` stands between the first GEMM and the output: the layer isn't on one stream"
-
-
 def _stream(node: Node) -> Any:
     """What Dynamo noted of the user's `with torch.Stream(...)`; None outside of any."""
     return (node.meta.get("custom") or {}).get("stream")

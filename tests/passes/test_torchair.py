@@ -197,3 +197,28 @@ def test_a_layer_on_two_streams_is_left():
     first.meta["custom"] = {"stream": 1}
     as_torchair_pass()(gm, [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")], None)
     assert [site.check for site in last().sites] == ["streams"]
+
+
+# --- graphs that aren't functional ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", ["before", "inside", "behind"])
+@pytest.mark.parametrize("through", ["itself", "a view"])
+def test_a_layer_whose_rows_are_written_in_place_is_left(place, through):
+    """The node reads them where the layer ends, and the model read them before."""
+    aten, gm = torch.ops.aten, graph_of(model("sum"))
+    nodes = list(gm.graph.nodes)
+    gemms = [node for node in nodes if "bmm" in str(node.target)]
+    first = next(node for node in nodes if node.op == "call_function")
+    anchor = {"before": first, "inside": gemms[-1], "behind": nodes[-1]}[place]
+    (rows,) = (n for n in gm.graph.find_nodes(op="placeholder") if n.meta["val"].shape == (6, H))
+    with gm.graph.inserting_before(anchor):
+        shown = rows if through == "itself" else gm.graph.call_function(aten.view.default, (rows, [-1]))
+        shown.meta["val"] = rows.meta["val"] if through == "itself" else rows.meta["val"].view(-1)
+        write = gm.graph.call_function(aten.mul_.Tensor, (shown, 2.0))
+    write.meta["val"] = shown.meta["val"]
+    as_torchair_pass()(gm, [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")], None)
+    (site,) = last().sites
+    assert site.fused == (place != "inside")
+    if place == "inside":
+        assert (site.check, f"`{write.name}` writes in place" in site.reason) == ("in_place", True)
