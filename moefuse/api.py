@@ -14,7 +14,7 @@ from moefuse.frontend.breaks import SWITCHED, breaks_noted, condition_of
 from moefuse.frontend.lifter import refusals
 from moefuse.graph.capture import capture
 from moefuse.graph.local import read_locally
-from moefuse.onegraph import FrontEnd
+from moefuse.onegraph import FrontEnd, uncompiled
 from moefuse.options import Options
 from moefuse.passes import pipeline
 from moefuse.report.journal import JOURNAL
@@ -78,7 +78,7 @@ def explain(
     def tell(refused: tuple[LayerReport, ...]) -> None:
         graphs.append(GraphReport(JOURNAL.next_index(), refused, note=NO_GRAPH))
 
-    front_end = FrontEnd(model, lambda frame: torch.compile(frame, backend=backend), options, tell)
+    front_end = FrontEnd(uncompiled(model), lambda frame: torch.compile(frame, backend=backend), options, tell)
     with breaks_noted() as breaks:
         front_end(*args, **kwargs)
     return _written(Report(tuple(graphs), tuple(breaks)), options)

@@ -48,12 +48,7 @@ def compile(
     OptionError at once for unknown names and impossible values.
     """
     parsed = Options.parse(options)
-    if isinstance(
-        model, torch._dynamo.OptimizedModule
-    ):  # compiled already: as torch.compile, compile what is in it
-        model = model._orig_mod
-    elif isinstance(model, FrontEnd):
-        model = model._model
+    model = uncompiled(model)
     arguments: dict[str, Any] = {"backend": "moefuse", "fullgraph": fullgraph, "dynamic": dynamic}
     arguments["options"] = options or None
     run = FrontEnd(model, lambda frame: torch.compile(frame, **arguments), parsed, _to_journal, fullgraph)
@@ -66,6 +61,13 @@ def compile(
     return CompiledModule(
         model, compiled.dynamo_ctx, run, {"fullgraph": fullgraph, "dynamic": dynamic, **options}
     )
+
+
+def uncompiled(model: Callable[..., Any]) -> Callable[..., Any]:
+    """What is in a compiled model or function: as for torch.compile, compiling it again compiles that."""
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        return model._orig_mod
+    return model._model if isinstance(model, FrontEnd) else model
 
 
 def _to_journal(refused: tuple[LayerReport, ...]) -> None:
@@ -104,13 +106,13 @@ class FrontEnd:
         fullgraph: bool = False,
     ) -> None:
         self._model = model
-        self._called, owner = _owned(model)
+        owner, self._method = _owner(model)
         self._compile_frame = compile_frame
         self._options = options
         self._fullgraph = fullgraph
         self._capture = True
         self._tell = tell
-        self._loops = Loops(owner if options.mode != "off" else None)
+        self._loops = Loops(owner if options.mode != "off" else None, self._method)
         self._switch = _ExpertsSwitch(owner)
         self._exchanges = Exchanges(owner if options.mode != "off" else None)
         self._lock = threading.Lock()
@@ -118,7 +120,9 @@ class FrontEnd:
         self._compiled: tuple[_Version, Callable[..., Any]] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's outputs."""
+        """The model's outputs. Traced by somebody else's compilation it is the model, as torch's own compiled ones are."""
+        if torch.compiler.is_compiling():
+            return self._model(*args, **kwargs)
         while True:
             version = self._version()
             try:
@@ -131,7 +135,7 @@ class FrontEnd:
                 unproved = isinstance(inner, UnprovedError)
                 if isinstance(inner, UnprovedError) and inner.empty and not _has_begun(error):
                     log.info("a call without tokens runs uncompiled: %s", inner)
-                    return self._called(*args, **kwargs)
+                    return self._model(*args, **kwargs)
                 if not (unproved and version != self._version()) and not self._give_up(error):
                     raise  # otherwise nothing has run: once more, with less
             finally:
@@ -177,7 +181,8 @@ class FrontEnd:
         """The compiled frame; a new one where rewritten code went back to its original, or hooks came or went."""
         with self._lock:
             if self._compiled is None or self._compiled[0] != version:
-                self._compiled = (version, self._compile_frame(own_frame(self._called)))
+                called = self._loops.rewritten_method() or self._model
+                self._compiled = (version, self._compile_frame(own_frame(called)))
             return self._compiled[1]
 
     def _tell_refused(self) -> None:
@@ -191,19 +196,15 @@ class FrontEnd:
             )
 
 
-def _owned(model: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """(what is called, where loops are looked for): of a module's method, by its name, the module."""
+def _owner(model: Callable[..., Any]) -> tuple[Callable[..., Any], str]:
+    """(where loops are looked for, method): of a module's method, the module and its name; else the model and ""."""
     owner = getattr(model, "__self__", None)
     if not isinstance(model, types.MethodType) or not isinstance(owner, nn.Module):
-        return model, model
+        return model, ""
     name = model.__name__
     if getattr(type(owner), name, None) is not model.__func__:
-        return model, model  # not what its name says: it can't be found again
-
-    def method(*args: Any, **kwargs: Any) -> Any:
-        return getattr(owner, name)(*args, **kwargs)
-
-    return method, owner
+        return model, ""  # not what its name says: it can't be found again
+    return owner, name
 
 
 def own_frame(model: Callable[..., Any]) -> Callable[..., Any]:

@@ -55,15 +55,17 @@ def known(number: int) -> Known:
 class Loops:
     """The rewritten loops of a model.
 
+    method: the method of the model that is compiled instead of the model; its name may hold what was compiled of it.
     version: changes whenever code goes back to its original.
     """
 
-    def __init__(self, model: Callable[..., Any] | None) -> None:
+    def __init__(self, model: Callable[..., Any] | None, method: str = "") -> None:
         self._refused: list[LayerReport] = []
         self.version = 0
         self._lock = threading.RLock()
         self._calls = 0
         self._model = model
+        self._method = method
         self._new: dict[tuple[type, str], Callable[..., Any]] | None = None
         self._owners: dict[tuple[type, str], list[nn.Module]] = {}
         self._originals: dict[tuple[type, str], Any] = {}
@@ -84,6 +86,12 @@ class Loops:
                 self._calls -= 1
                 if not self._calls:
                     self._take_out()
+
+    def rewritten_method(self) -> types.MethodType | None:
+        """The rewritten form of the method that is compiled, where it has one; not looked up by its name."""
+        with self._lock:
+            function = (self._new or {}).get((type(self._model), self._method))
+        return None if function is None else types.MethodType(function, self._model)
 
     def refuse(self, reasons: dict[int, str]) -> None:
         """These loops go back to their original code."""
@@ -162,6 +170,9 @@ class Loops:
             for name in _methods(kind):
                 self._read(kind, name, members)
 
+    def _is_compiled(self, module: nn.Module, name: str) -> bool:
+        return module is self._model and name == self._method
+
     def _read(self, kind: type, name: str, members: list[tuple[str, nn.Module]]) -> None:
         assert self._new is not None
         key = (kind, name)
@@ -177,7 +188,7 @@ class Loops:
 
         function = getattr(kind, name)
         owners = [module for _, module in members]
-        if any(name in vars(module) for module in owners):
+        if any(name in vars(module) and not self._is_compiled(module, name) for module in owners):
             return  # the user's own replacement
         try:
             made = rewrite(function, owners, number)

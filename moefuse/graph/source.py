@@ -17,7 +17,7 @@ from torch.fx import Node
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+)(?:, in .*)?\n(?:[ \t]+(?P<code>.*))?')
 _GETATTR = re.compile(r"getattr\(([^()]*), ('(?:[^'\\]|\\.)*')\)")
-_ROOT = re.compile(r"^[LG]\['[^']*'\](?:\.__closure__\[\d+\]\.cell_contents)?")
+_ROOT = re.compile(r"^[LG]\['[^']*'\](?:\.__closure__\[\d+\]\.cell_contents)?(?:\.__self__)?")
 _PART = re.compile(r"\['(?P<key>(?:[^'\\]|\\.)*)'\]|\[(?P<index>-?\d+)\]|\.?(?P<name>[^.\[\]]+)")
 
 
@@ -33,8 +33,8 @@ def layer_of(node: Node) -> str:
 def module_path(spelling: str) -> str:
     """Dynamo's and torch.export's spellings of a module as one dotted path.
 
-    `L['self'].model.layers.0.mlp`, `G['net']._modules['model'].layers[0].mlp` and
-    `getattr(L['self'].model.layers, '0').mlp` all lose their root and become `model.layers.0.mlp`.
+    `L['self'].model.layers.0.mlp`, `L['step'].__self__.model.layers.0.mlp` (a method), `getattr(L['self'].model.layers,
+    '0').mlp` and `G['net']._modules['model'].layers[0].mlp` all lose their root and become `model.layers.0.mlp`.
     """
     path, inner = spelling, 1
     while inner:  # innermost call first, so that nested ones unwrap
