@@ -18,7 +18,7 @@ from moefuse.onegraph import FrontEnd, uncompiled
 from moefuse.options import Options
 from moefuse.passes import pipeline
 from moefuse.report.journal import JOURNAL
-from moefuse.report.model import NO_GRAPH, GraphReport, LayerReport, Report
+from moefuse.report.model import NO_GRAPH, NOTHING_WANTED, GraphReport, LayerReport, Report
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ def explain(
 
     model is run once on the given inputs (also on the meta device), captured graph by captured graph, in eager
     mode: nothing is compiled, the model isn't changed beyond what one run of it does. An ExportedProgram takes no
-    inputs and isn't run. moefuse_options: the options of the backend. Raises OptionError for unknown options, TypeError
-    for an ExportedProgram with inputs.
+    inputs and isn't run. moefuse_options: the options of the backend; keyword arguments are the model's. Raises
+    OptionError for unknown options, TypeError for what can't be called and for an ExportedProgram with inputs.
     """
     from moefuse.backend import compile_graph, verify
 
-    options = Options.parse({**(moefuse_options or {}), "inner": "eager"})
+    options = replace(Options.parse(moefuse_options), inner="eager", inner_options={})
     if isinstance(model, torch.export.ExportedProgram):
         if args or kwargs:
             raise TypeError("inputs: an ExportedProgram has its own, expected none")
@@ -56,6 +56,8 @@ def explain(
         return _written(
             Report((compile_graph(gm, _recorded_inputs(gm), options, {}, record=True).report,)), options
         )
+    if not callable(model):
+        raise TypeError(f"model: expected a module, a function or an ExportedProgram, got {model!r}")
     graphs: list[GraphReport] = []
 
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -78,7 +80,9 @@ def explain(
     def tell(refused: tuple[LayerReport, ...]) -> None:
         graphs.append(GraphReport(JOURNAL.next_index(), refused, note=NO_GRAPH))
 
-    front_end = FrontEnd(uncompiled(model), lambda frame: torch.compile(frame, backend=backend), options, tell)
+    front_end = FrontEnd(
+        uncompiled(model), lambda frame: torch.compile(frame, backend=backend), options, tell
+    )
     with breaks_noted() as breaks:
         front_end(*args, **kwargs)
     return _written(Report(tuple(graphs), tuple(breaks)), options)
@@ -103,14 +107,17 @@ def fuse(
 
     graph: an ExportedProgram, or any fx GraphModule. A GraphModule whose placeholders have no
         `meta["val"]` (or `meta["example_value"]`) needs example_inputs, one per placeholder.
-    options: as for the backend, of which mode, target and exclude have a meaning here.
-    Raises ValueError where inputs are missing, CaptureError where the graph can't be made functional.
+    options: as for the backend, but those that say how a graph is compiled and run: inner, inner_options,
+        round_as_eager and verify are an OptionError here.
+    Raises TypeError for anything else than a graph, ValueError where inputs are missing, CaptureError where the graph
+    can't be made functional, RejectedError in mode "on".
     """
-    parsed = Options.parse(options)
+    parsed = Options.parse_for_pass(options, "the caller of moefuse.fuse")
     gm = graph.module() if isinstance(graph, torch.export.ExportedProgram) else graph
     if not isinstance(gm, GraphModule):
         raise TypeError(f"graph: expected an ExportedProgram or a GraphModule, got {type(gm).__name__}")
     captured = capture(gm, example_inputs if example_inputs is not None else _recorded_inputs(gm))
+    _dumped(captured.graph_module, "before", parsed)
     result = pipeline.run(
         captured.graph_module,
         captured.parameters,
@@ -118,8 +125,19 @@ def fuse(
         training=captured.training,
         record=bool(parsed.dump),
     )
-    report = GraphReport(0, tuple(result.layers), result.nodes_before, result.nodes_after, result.seconds)
-    return Fused(result.graph_module, Report((report,)))
+    _dumped(captured.graph_module, "after", parsed)
+    note = NOTHING_WANTED if parsed.mode == "off" else ""
+    graphs = GraphReport(
+        0, tuple(result.layers), result.nodes_before, result.nodes_after, result.seconds, note=note
+    )
+    return Fused(result.graph_module, _written(Report((graphs,)), parsed))
+
+
+def _dumped(gm: GraphModule, stage: str, options: Options) -> None:
+    if options.dump:
+        from moefuse.graph.dump import write_dump
+
+        write_dump(options.dump, 0, stage, gm)
 
 
 def _recorded_inputs(gm: GraphModule) -> list[Any]:

@@ -39,7 +39,7 @@ from moefuse.passes.plan_comm import Contact
 from moefuse.passes.verify import Checker, VerifyError, tolerance
 from moefuse.patterns.markers import UnprovedError
 from moefuse.report.journal import JOURNAL
-from moefuse.report.model import GraphReport, LayerReport
+from moefuse.report.model import NOTHING_WANTED, GraphReport, LayerReport
 
 log = logging.getLogger("moefuse")
 on_compile_start(announce)
@@ -190,7 +190,7 @@ def compile_graph(
         raise UnprovedError(stale)
     if options.mode == "off":
         _expect_local(gm, example_inputs)
-        return plain(GraphReport(index, (), nodes, nodes, note="mode='off': nothing is fused"))
+        return plain(GraphReport(index, (), nodes, nodes, note=NOTHING_WANTED))
     if not worth_a_look(gm):
         return plain(GraphReport(index, (), nodes, nodes, note="no routing operation in this graph"))
     try:

@@ -25,7 +25,7 @@ from moefuse.frontend.exchange import Exchanges
 from moefuse.frontend.held import Held
 from moefuse.frontend.lifter import OWN_FRAME, Loops
 from moefuse.ops.loop_markers import NO_BOUND
-from moefuse.options import Options
+from moefuse.options import OptionError, Options
 from moefuse.passes.pipeline import RejectedError
 from moefuse.patterns.markers import UnprovedError
 from moefuse.report.journal import JOURNAL
@@ -44,9 +44,17 @@ def compile(
 ) -> Callable[..., Any]:
     """`torch.compile(model, backend="moefuse", options=options)` that also gets loops over experts into one graph.
 
-    model: a module or a function. fullgraph, dynamic: as for torch.compile. options: as for the backend; raises
-    OptionError at once for unknown names and impossible values.
+    model: a module or a function. fullgraph, dynamic: as for torch.compile. options: as for the backend.
+    Raises at once: OptionError for unknown names and impossible values, TypeError for what can't be called.
     """
+    if not callable(model):
+        raise TypeError(f"model: expected a module or a function, got {model!r}")
+    if not isinstance(fullgraph, bool):
+        raise TypeError(f"fullgraph: expected True or False, got {fullgraph!r}")
+    if not (dynamic is None or isinstance(dynamic, bool)):
+        raise TypeError(f"dynamic: expected True, False or None, got {dynamic!r}")
+    if "options" in options:
+        raise OptionError("options: moefuse.compile takes each option as an argument of its own")
     parsed = Options.parse(options)
     model = uncompiled(model)
     arguments: dict[str, Any] = {"backend": "moefuse", "fullgraph": fullgraph, "dynamic": dynamic}
@@ -113,15 +121,15 @@ class FrontEnd:
         self._capture = True
         self._tell = tell
         self._loops = Loops(owner if options.mode != "off" else None, self._method)
-        self._switch = _ExpertsSwitch(owner)
-        self._exchanges = Exchanges(owner if options.mode != "off" else None)
+        self._owner = owner
+        self._switched_parts: tuple[_ExpertsSwitch, Exchanges] | None = None
         self._lock = threading.Lock()
         self._root = owner if isinstance(owner, nn.Module) else None
         self._compiled: tuple[_Version, Callable[..., Any]] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's outputs. Traced by somebody else's compilation it is the model, as torch's own compiled ones are."""
-        if torch.compiler.is_compiling():
+        """The model's outputs. Somebody else's compilation goes through to the model, as through torch's own."""
+        if torch.compiler.is_dynamo_compiling():
             return self._model(*args, **kwargs)
         while True:
             version = self._version()
@@ -144,7 +152,15 @@ class FrontEnd:
     @property
     def switched(self) -> bool:
         """True while a transformers model runs with another experts implementation than its own."""
-        return self._switch.switched
+        return self._parts()[0].switched
+
+    def _parts(self) -> tuple["_ExpertsSwitch", Exchanges]:
+        """Looked for at the first call: a module whose method is compiled is copied before it has its parts."""
+        with self._lock:
+            if self._switched_parts is None:
+                exchanging = self._owner if self._options.mode != "off" else None
+                self._switched_parts = (_ExpertsSwitch(self._owner), Exchanges(exchanging))
+            return self._switched_parts
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FrontEnd":
         """The same around a copy of the model."""
@@ -174,7 +190,8 @@ class FrontEnd:
     @contextmanager
     def _in_place(self) -> Iterator[None]:
         """What is put in the place of the model's own code."""
-        with self._switch.grouped(), self._exchanges.straight(), self._loops.in_place():
+        switch, exchanges = self._parts()
+        with switch.grouped(), exchanges.straight(), self._loops.in_place():
             yield
 
     def _frame(self, version: _Version) -> Callable[..., Any]:

@@ -6,6 +6,7 @@ In: the dict that a user gives to `torch.compile(options=...)`. Out: `Options`.
 import difflib
 import fnmatch
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -14,6 +15,9 @@ from moefuse.comm.rendezvous import TIMEOUT
 from moefuse.graph.groups import name_of
 
 MODES = ("auto", "on", "off")
+TORCH_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+COMPILERS = ("inner", "inner_options", "round_as_eager", "verify")
+"""Options that say how a graph is compiled and run."""
 
 
 class OptionError(ValueError):
@@ -60,6 +64,8 @@ class Options:
     @staticmethod
     def parse(given: Mapping[str, Any] | None) -> "Options":
         """Check a user's options. Raises OptionError naming the option, what was expected and what came."""
+        if given is not None and not isinstance(given, Mapping):
+            raise OptionError(f"options: expected a dict of options by name, got {given!r}")
         known = {one.name: one for one in fields(Options)}
         values: dict[str, Any] = {}
         for name, value in (given or {}).items():
@@ -69,6 +75,16 @@ class Options:
                 raise OptionError(f"options: unknown option {name!r}{hint} (known: {', '.join(known)})")
             values[name] = _PARSERS[name](name, value)
         return Options(**values)
+
+    @staticmethod
+    def parse_for_pass(given: Mapping[str, Any] | None, compiler: str) -> "Options":
+        """`parse` for the passes alone, on a graph that somebody else, `compiler`, compiles and runs."""
+        for name in COMPILERS:
+            if isinstance(given, Mapping) and name in given:
+                raise OptionError(
+                    f"options[{name!r}]: {compiler} compiles and runs the graph; the pass has no such option"
+                )
+        return Options.parse(given)
 
     def excluded(self, layer: str) -> str:
         """The first exclude pattern that the module path matches, "" when none does."""
@@ -81,6 +97,14 @@ def _text(name: str, value: Any) -> str:
     return value
 
 
+def _directory(name: str, value: Any) -> str:
+    if not isinstance(value, str | os.PathLike):
+        raise OptionError(
+            f"options[{name!r}]: expected a directory's path, got {type(value).__name__} {value!r}"
+        )
+    return os.fspath(value)
+
+
 def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
     if value not in allowed:
         raise OptionError(f"options[{name!r}]: expected one of {', '.join(allowed)}, got {value!r}")
@@ -88,6 +112,11 @@ def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> str:
 
 
 def _mode(name: str, value: Any) -> str:
+    if value in TORCH_MODES:
+        raise OptionError(
+            f"options[{name!r}]: expected one of {', '.join(MODES)}, got {value!r}, which is a mode of Inductor: "
+            f"torch.compile(..., mode={value!r}), or inner_options=torch._inductor.list_mode_options({value!r})"
+        )
     return _one_of(name, value, MODES)
 
 
@@ -160,7 +189,7 @@ _PARSERS = {
     "inner": _inner,
     "inner_options": _inner_options,
     "exclude": _exclude,
-    "dump": _text,
+    "dump": _directory,
     "round_as_eager": _flag,
     "verify": _flag,
     "meta_device": _device,

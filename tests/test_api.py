@@ -37,6 +37,43 @@ def test_explain_tells_every_layer() -> None:
     assert [graph.error for graph in report.graphs] == [""]
 
 
+BOTH = [("layers.0.experts", True), ("layers.1.experts", True)]
+
+
+@pytest.mark.parametrize("backend", ["moefuse", "eager"])
+def test_explain_opens_a_compiled_model(backend: str) -> None:
+    """As torch.compile does when it compiles one again: what is asked about is the model in it."""
+    compiled = torch.compile(Model(), backend=backend)
+    if backend == "moefuse":
+        compiled = moefuse.compile(Model(), inner="eager")
+    for model in (compiled, moefuse.compile(Model().forward, inner="eager")):
+        report = moefuse.explain(model, X)
+        assert [(site.layer, site.fused) for site in report.sites] == BOTH
+        assert report.notes == ()
+
+
+def test_explain_goes_through_compiled_parts_of_a_model() -> None:
+    model = Model()
+    model.forward = moefuse.compile(model.forward, inner="eager")  # type: ignore[method-assign]
+    report = moefuse.explain(model, X)
+    assert [(site.layer, site.fused) for site in report.sites] == BOTH
+    assert report.notes == ()
+
+
+@pytest.mark.parametrize("wrong", ["mixtral", None])
+def test_explain_and_compile_say_what_a_model_is(wrong: Any) -> None:
+    for function in (moefuse.explain, moefuse.compile):
+        with pytest.raises(TypeError, match="model: expected a module.* a function.*, got " + repr(wrong)):
+            function(wrong)
+
+
+def test_explain_has_no_inner_compiler() -> None:
+    options = {"inner": "inductor", "inner_options": {"max_autotune": True}}
+    assert moefuse.explain(Model(), X, moefuse_options=options).fused == 2
+    with pytest.raises(moefuse.OptionError, match="options: expected a dict"):
+        moefuse.explain(Model(), X, moefuse_options="on")  # type: ignore[arg-type]
+
+
 def test_a_report_prints_as_a_table() -> None:
     text = str(moefuse.explain(Model("sum", "amax"), X))
     assert "1 of 2 MoE layers fused in 1 graph" in text
@@ -201,7 +238,21 @@ def test_fuse_takes_options() -> None:
     assert site.target == "reference"
     with pytest.raises(moefuse.RejectedError):
         moefuse.fuse(exported(Experts("amax").requires_grad_(False), X, IDS, W), options={"mode": "on"})
-    assert moefuse.fuse(program, options={"mode": "off"}).report.fused == 0
+    off = moefuse.fuse(program, options={"mode": "off"}).report
+    assert (off.fused, off.graphs[0].note) == (0, "mode='off': nothing is fused")
+    with pytest.raises(
+        moefuse.OptionError, match=r"options\['verify'\]: the caller of moefuse.fuse compiles"
+    ):
+        moefuse.fuse(program, options={"verify": True})
+
+
+def test_fuse_dumps(tmp_path: Path) -> None:
+    moefuse.fuse(exported(Experts().requires_grad_(False), X, IDS, W), options={"dump": tmp_path})
+    before, after = (
+        (tmp_path / f"graph0.{stage}.txt").read_text(encoding="utf-8") for stage in ("before", "after")
+    )
+    assert ("moefuse.mega_moe" in before, "moefuse.mega_moe" in after) == (False, True)
+    assert (tmp_path / "report.json").is_file()
 
 
 def test_fuse_needs_inputs_where_none_are_recorded() -> None:

@@ -1,6 +1,7 @@
 """moefuse.compile: loops over experts end in one graph, and the model object stays as it was."""
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -181,6 +182,23 @@ def test_unknown_options_are_errors_at_once() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"dynamic": "yes"}, "dynamic: expected True, False or None, got 'yes'"),
+        ({"fullgraph": 1}, "fullgraph: expected True or False, got 1"),
+        (
+            {"options": {"inner": "eager"}},
+            "options: moefuse.compile takes each option as an argument of its own",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named_at_once(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, moefuse.OptionError)) as caught:
+        compile_moe(nn.Linear(2, 2), **wrong)
+    assert str(caught.value) == message
+
+
 def test_hooks_of_the_model_that_come_and_go_are_run() -> None:
     """Dynamo doesn't guard them, and they are in the compiled frame."""
     model, x = Stacked(), torch.randn(6, H)

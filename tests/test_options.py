@@ -1,5 +1,6 @@
 """Options: what is accepted, and errors that name the option, what was expected and what came."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,8 +66,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ("ep_timeout", float("inf"), "options['ep_timeout']: expected a positive number of seconds, got inf"),
     ("ep_timeout", True, "options['ep_timeout']: expected a positive number of seconds, got True"),
     ("ep_timeout", "9", "options['ep_timeout']: expected a positive number of seconds, got '9'"),
-    ("dump", 1, "options['dump']: expected a string, got int 1"),
-    ("dump", None, "options['dump']: expected a string, got NoneType None"),
+    ("dump", 1, "options['dump']: expected a directory's path, got int 1"),
+    ("dump", None, "options['dump']: expected a directory's path, got NoneType None"),
 ]
 
 
@@ -75,6 +76,31 @@ def test_impossible_values(name: str, value: Any, message: str) -> None:
     with pytest.raises(OptionError) as caught:
         Options.parse({name: value})
     assert str(caught.value) == message
+
+
+def test_a_mode_of_inductor_is_told_where_it_goes() -> None:
+    with pytest.raises(OptionError) as caught:
+        Options.parse({"mode": "max-autotune"})
+    assert "expected one of auto, on, off, got 'max-autotune'" in str(caught.value)
+    assert "torch.compile(..., mode='max-autotune')" in str(caught.value)
+
+
+@pytest.mark.parametrize("given", ["on", ["mode"], 3])
+def test_options_are_a_dict(given: Any) -> None:
+    with pytest.raises(OptionError, match="options: expected a dict of options by name, got"):
+        Options.parse(given)
+
+
+def test_a_directory_is_a_string_or_a_path() -> None:
+    assert [Options.parse({"dump": given}).dump for given in ("a/b", Path("a/b"))] == ["a/b"] * 2
+
+
+@pytest.mark.parametrize("name", ["inner", "inner_options", "round_as_eager", "verify"])
+def test_a_pass_alone_has_no_options_of_the_compiler(name: str) -> None:
+    given = {name: getattr(Options(), name)}
+    Options.parse(given)
+    with pytest.raises(OptionError, match=f"options.'{name}'.: who compiles and runs the graph"):
+        Options.parse_for_pass(given, "who")
 
 
 def test_an_option_error_is_a_value_error() -> None:

@@ -6,8 +6,8 @@ from typing import Any
 def as_inductor_pass(**options: Any) -> Any:
     """A pass for Inductor's `pre_grad_custom_pass`: `torch.compile(model, options={"pre_grad_custom_pass": ...})`.
 
-    options: as for the backend, of which mode, target, exclude and meta_device have a meaning here. Raises OptionError
-    for unknown ones. The result is a `torch._inductor.custom_graph_pass.CustomGraphPass`.
+    options: as for the backend, of which mode, target, exclude, dump and meta_device have a meaning here. Raises
+    OptionError for others. The result is a `torch._inductor.custom_graph_pass.CustomGraphPass`.
     """
     from moefuse.passes.inductor import InductorPass  # imports Inductor, which takes seconds
 
@@ -18,7 +18,7 @@ def as_torchair_pass(**options: Any) -> Any:
     """A pass for torchair's `config.post_grad_custom_pre_pass` and for npugraph_ex's option of that name.
 
     options: as for the backend, of which mode, target, exclude, dump and meta_device have a meaning here. Raises
-    OptionError for unknown ones. The result, a `moefuse.passes.torchair.TorchairPass`, is called with a graph module,
+    OptionError for others. The result, a `moefuse.passes.torchair.TorchairPass`, is called with a graph module,
     its example inputs and the compiler's configuration, and rewrites the graph in place.
     """
     from moefuse.passes.torchair import TorchairPass

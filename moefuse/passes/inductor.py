@@ -30,7 +30,7 @@ class InductorPass(CustomGraphPass):
     """Call it with a graph. Inductor keys its caches by `uuid`, so a cached graph is one that this very pass made."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        self.options = Options.parse(options)
+        self.options = Options.parse_for_pass(options, "Inductor")
 
     def uuid(self) -> str:
         """Of this version's sources and of the options."""
@@ -43,13 +43,14 @@ class InductorPass(CustomGraphPass):
             RejectedError, CaptureError: in mode "on".
         """
         gm = graph.owning_module
-        before = len(graph.nodes)
+        index, before = JOURNAL.next_index(), len(graph.nodes)
         try:
             if gm is None or (obstacle := _obstacle(graph)):
                 raise CaptureError(obstacle if gm is not None else "the graph belongs to no GraphModule")
             captured = capture(
                 gm, [node.meta["example_value"] for node in graph.find_nodes(op="placeholder")]
             )
+            self._dump(index, "before", captured.graph_module)
             result = pipeline.run(
                 captured.graph_module,
                 captured.parameters,
@@ -57,16 +58,21 @@ class InductorPass(CustomGraphPass):
                 training=captured.training,
                 contact="refuse",
             )
+            self._dump(index, "after", captured.graph_module)
         except CaptureError as error:
             if self.options.mode == "on":
                 raise
-            JOURNAL.record(
-                GraphReport(JOURNAL.next_index(), (), before, before, note=f"left as it is: {error}"), None
-            )
+            JOURNAL.record(GraphReport(index, (), before, before, note=f"left as it is: {error}"), None)
             return
-        JOURNAL.record(_report(result), None)
+        JOURNAL.record(_report(index, result), None)
         if result.calls:
             _replace(graph, gm, result.graph_module)
+
+    def _dump(self, index: int, stage: str, gm: GraphModule) -> None:
+        if self.options.dump:
+            from moefuse.graph.dump import write_dump
+
+            write_dump(self.options.dump, index, stage, gm)
 
 
 def _obstacle(graph: Graph) -> str:
@@ -78,9 +84,9 @@ def _obstacle(graph: Graph) -> str:
     return f"this hook's graph is decomposed already: give the pass to Inductor as {HOOK}"
 
 
-def _report(result: FuseResult) -> GraphReport:
+def _report(index: int, result: FuseResult) -> GraphReport:
     return GraphReport(
-        JOURNAL.next_index(),
+        index,
         tuple(result.layers),
         result.nodes_before,
         result.nodes_after,

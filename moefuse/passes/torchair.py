@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule
 
-from moefuse.options import OptionError, Options
+from moefuse.options import Options
 from moefuse.passes import identity, pipeline
 from moefuse.passes.pipeline import FuseResult, RejectedError
 from moefuse.report.journal import JOURNAL
@@ -26,8 +26,6 @@ from moefuse.targets.npu import ge
 log = logging.getLogger("moefuse")
 
 HOOK = "post_grad_custom_pre_pass"
-COMPILERS_OPTIONS = ("inner", "inner_options", "round_as_eager", "verify")
-"""Options of the backend that say how a graph is compiled and run: here somebody else does that."""
 
 
 class TorchairPass:
@@ -38,12 +36,7 @@ class TorchairPass:
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
-        for name in COMPILERS_OPTIONS:
-            if name in options:
-                raise OptionError(
-                    f"options[{name!r}]: torchair compiles and runs the graph; the pass has no such option"
-                )
-        self.options = Options.parse(options)
+        self.options = Options.parse_for_pass(options, "torchair")
         self.cache_key: CodeType = compile(repr(self.uuid()), "moefuse", "eval")
 
     def uuid(self) -> str:

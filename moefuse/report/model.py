@@ -14,8 +14,18 @@ from moefuse.ops.spec import MoeSpec
 from moefuse.policy.check import CheckResult
 from moefuse.report.region import Region
 
-__all__ = ["NO_GRAPH", "CheckResult", "ContextReport", "GraphReport", "LayerReport", "Report", "SharedReport"]
+__all__ = [
+    "NOTHING_WANTED",
+    "NO_GRAPH",
+    "CheckResult",
+    "ContextReport",
+    "GraphReport",
+    "LayerReport",
+    "Report",
+    "SharedReport",
+]
 
+NOTHING_WANTED = "mode='off': nothing is fused"
 NO_GRAPH = "loops over experts that stay as they are"
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moefuse.report.model import NO_GRAPH, GraphReport, LayerReport, Report, SharedReport
+from moefuse.report.model import NO_GRAPH, NOTHING_WANTED, GraphReport, LayerReport, Report, SharedReport
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -134,7 +134,7 @@ def human_bytes(count: int) -> str:
 
 def _searched(report: Report) -> bool:
     """Whether finding nothing means something: no graph failed, and the search wasn't switched off."""
-    return not any(graph.error or "mode='off'" in graph.note for graph in report.graphs)
+    return not any(graph.error or graph.note == NOTHING_WANTED for graph in report.graphs)
 
 
 def _row(site: LayerReport) -> tuple[str, ...]:

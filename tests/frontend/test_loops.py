@@ -150,6 +150,22 @@ def test_a_method_is_compiled_as_its_module() -> None:
     assert "forward" not in vars(model)
 
 
+def test_a_compiled_method_may_take_the_method_s_place() -> None:
+    """`model.forward = moefuse.compile(model.forward)`: what others of the model call is then compiled, too."""
+    model = lonely(models.HitList())
+    x = tokens()
+    with torch.no_grad():
+        want = model(x)
+        compiled = model.forward = moefuse.compile(model.forward, inner="eager", mode="on")  # type: ignore[method-assign]
+        torch.testing.assert_close(model(x), want, atol=FP32, rtol=FP32)
+        other = copy.deepcopy(model)
+        for parameter in other.experts.parameters():
+            parameter.mul_(-2)
+        assert not torch.allclose(other(x), model(x), rtol=0.1)
+    assert [(site.layer, site.fused) for site in moefuse.reports()[-1].sites] == [("", True)]
+    assert vars(model)["forward"] is compiled
+
+
 @pytest.mark.parametrize("style", [models.HitList, models.Counts])
 def test_a_batch_without_tokens_changes_nothing_for_later_ones(style: type[nn.Module]) -> None:
     model = lonely(style())

@@ -53,6 +53,8 @@ def nodes():
         ("getattr(getattr(L['self'].layers, '0').mlp, 'a-b').act", "layers.0.mlp.a-b.act"),
         ("L['fn'].__closure__[0].cell_contents.layers.1", "layers.1"),
         ("L['blocks'][3].mlp", "3.mlp"),
+        ("L['step'].__self__.layers.1", "layers.1"),
+        ("L['fn'].__closure__[0].cell_contents.__self__.layers.1", "layers.1"),
         ("model.layers.0.mlp", "model.layers.0.mlp"),
         ("L['self']", ""),
         ("", ""),

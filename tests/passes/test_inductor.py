@@ -120,3 +120,18 @@ def test_the_uuid_tells_options_apart():
     assert as_inductor_pass(target="reference").uuid() != as_inductor_pass().uuid()
     with pytest.raises(moefuse.OptionError, match="did you mean 'target'"):
         as_inductor_pass(taget="cpu")
+    with pytest.raises(
+        moefuse.OptionError, match=r"options\['verify'\]: Inductor compiles and runs the graph"
+    ):
+        as_inductor_pass(verify=True)
+
+
+def test_dumps(tmp_path):
+    with torch.no_grad():
+        compiled(model("sum"), dump=tmp_path)(torch.randn(6, H))
+    (after,) = tmp_path.glob("graph*.after.txt")
+    (before,) = tmp_path.glob("graph*.before.txt")
+    assert [("moefuse.mega_moe" in path.read_text(encoding="utf-8")) for path in (before, after)] == [
+        False,
+        True,
+    ]
