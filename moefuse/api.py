@@ -17,6 +17,7 @@ from moefuse.graph.local import read_locally
 from moefuse.onegraph import FrontEnd, uncompiled
 from moefuse.options import Options
 from moefuse.passes import pipeline
+from moefuse.passes.lift import nothing_found
 from moefuse.report.journal import JOURNAL
 from moefuse.report.model import NO_GRAPH, NOTHING_WANTED, GraphReport, LayerReport, Report
 
@@ -126,7 +127,9 @@ def fuse(
         record=bool(parsed.dump),
     )
     _dumped(captured.graph_module, "after", parsed)
-    note = NOTHING_WANTED if parsed.mode == "off" else ""
+    note = "" if result.layers else nothing_found(result.graph_module.graph)
+    if parsed.mode == "off":
+        note = NOTHING_WANTED
     graphs = GraphReport(
         0, tuple(result.layers), result.nodes_before, result.nodes_after, result.seconds, note=note
     )

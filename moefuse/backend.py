@@ -34,6 +34,7 @@ from moefuse.ops import loop_markers
 from moefuse.options import OptionError, Options
 from moefuse.passes import pipeline
 from moefuse.passes.agree import AgreementError, demand_unpromised, expect, leave, speaking, weights_of
+from moefuse.passes.lift import nothing_found
 from moefuse.passes.pipeline import FuseResult, RejectedError
 from moefuse.passes.plan_comm import Contact
 from moefuse.passes.verify import Checker, VerifyError, tolerance
@@ -204,7 +205,7 @@ def compile_graph(
             raise
         demand_unpromised(str(error))
         return plain(_failed(index, nodes, error))
-    note = _unused_excludes(options, result)
+    note = _note(options, result)
     report = GraphReport(
         index,
         tuple(result.layers),
@@ -338,6 +339,11 @@ def _failed(index: int, nodes: int, error: Exception) -> GraphReport:
         return GraphReport(index, (), nodes, nodes, note=f"left as it is: {error}")
     log.warning("an internal error; the graph is compiled unfused", exc_info=True)
     return GraphReport(index, (), nodes, nodes, error="".join(traceback.format_exception(error)))
+
+
+def _note(options: Options, result: FuseResult) -> str:
+    found = "" if result.layers else nothing_found(result.graph_module.graph)
+    return "; ".join(filter(None, (_unused_excludes(options, result), found)))
 
 
 def _unused_excludes(options: Options, result: FuseResult) -> str:

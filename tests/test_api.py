@@ -60,6 +60,41 @@ def test_explain_goes_through_compiled_parts_of_a_model() -> None:
     assert report.notes == ()
 
 
+class Stacked(torch.nn.Module):
+    """Every expert, a module of its own, on every token: no rule knows the stack of their outputs."""
+
+    def __init__(self, chooses: bool) -> None:
+        super().__init__()
+        self.chooses = chooses
+        self.router = torch.nn.Linear(H, E)
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(H, H) for _ in range(E))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x).softmax(-1)
+        if self.chooses:
+            weights, ids = scores.topk(K)
+            scores = torch.zeros_like(scores).scatter(-1, ids, weights)
+        return (torch.stack([expert(x) for expert in self.experts], 1) * scores[..., None]).sum(1)
+
+
+def test_a_graph_without_a_layer_says_where_something_is_chosen() -> None:
+    (graph,) = moefuse.explain(Stacked(True), X).graphs
+    assert graph.sites == ()
+    assert graph.note.startswith("`topk` (")
+    assert "test_api.py:" in graph.note
+    assert "chooses something, and no rule connects it with the products of this graph" in graph.note
+    assert moefuse.explain(Stacked(False), X).graphs[0].note == "no routing operation in this graph"
+    small = moefuse.explain(lambda x: x.topk(2)[0], X)  # no products that a layer could have
+    assert small.graphs[0].note == ""
+
+
+def test_what_is_fused_already_is_no_failure() -> None:
+    result = moefuse.fuse(exported(Experts().requires_grad_(False), X, IDS, W))
+    again = moefuse.fuse(exported(result.graph_module, X, IDS, W)).report
+    assert again.graphs[0].note == "moefuse's own nodes are in this graph already"
+    assert "What to try" not in str(again)
+
+
 @pytest.mark.parametrize("wrong", ["mixtral", None])
 def test_explain_and_compile_say_what_a_model_is(wrong: Any) -> None:
     for function in (moefuse.explain, moefuse.compile):

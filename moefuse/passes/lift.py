@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from moefuse.graph.source import common_layer, layer_of
+from moefuse.graph.source import common_layer, layer_of, source_of
 from moefuse.passes.canonicalize import VIEWS
 from moefuse.patterns.capacity import whole_above
 from moefuse.patterns.engine import Lifted, gemms_of, lift
 from moefuse.patterns.facts import Cases, Dot, Fact, Leaf, Lost, group_axes
 from moefuse.patterns.rules import op_name, value
 from moefuse.patterns.site import Site
+from moefuse.report.model import ALREADY
 
 GROUPED = {
     *("aten::_grouped_mm", "transformers::grouped_mm_fallback", "npu::npu_grouped_matmul"),
@@ -23,6 +24,9 @@ GROUPED = {
     "npu::npu_grouped_matmul_finalize_routing",
 }
 BATCHED = {"aten::bmm", "aten::baddbmm"}
+
+PRODUCTS = {"aten::mm", "aten::addmm"} | BATCHED
+CHOICES = {"aten::topk", "aten::sort", "aten::argsort", "aten::argmax", "aten::max"}
 
 MOVES = VIEWS | {"aten::clone", "aten::_to_copy", "aten::reshape", "aten::_unsafe_view"}
 """What changes neither the elements nor, but for rounding, their values."""
@@ -75,6 +79,27 @@ def find(graph: Graph, parameters: frozenset[str], lifted: Lifted | None = None)
         for (node, reason), gemms in lost.items()
     ]
     return sorted(found, key=lambda candidate: candidate.node)
+
+
+def nothing_found(graph: Graph) -> str:
+    """Of a graph without candidates, in words: why, as far as it can be told; "" where it can't."""
+    if any(op_name(node).startswith("moefuse::mega_moe") for node in graph.nodes):
+        return ALREADY
+    if not any(op_name(node) in PRODUCTS for node in graph.nodes):
+        return ""
+    chosen = (node for node in graph.nodes if op_name(node) in CHOICES and _has_indices(node))
+    if (node := next(chosen, None)) is None:
+        return ""
+    place = f" ({source})" if (source := source_of(node)) else ""
+    return (
+        f"`{node.name}`{place} chooses something, and no rule connects it with the products of this graph: if it is a "
+        "routing, it or the experts are in a spelling without a rule"
+    )
+
+
+def _has_indices(node: Node) -> bool:
+    """`max` without a dimension gives the largest value alone."""
+    return op_name(node) != "aten::max" or isinstance(value(node), tuple | list)
 
 
 def _lost_choice(node: Node, lifted: Lifted) -> bool:

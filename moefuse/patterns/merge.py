@@ -79,7 +79,9 @@ def _by_expert(body: Expr, tables: list[Table], slots: tuple[Axis, ...]) -> list
         )
     (selector,) = tables[0].index[0] if len(tables[0].index[0]) == 1 else (None,)
     if not isinstance(selector, At):
-        raise Conflict(f"`{tables[0].nodes[0].name}` and its kin are not selected by the routing")
+        raise Conflict(
+            f"`{tables[0].nodes[0].name}` and the other experts' tensors are not selected by the routing"
+        )
 
     def own(expr: Expr, expert: int) -> Expr:
         if isinstance(expr, Table):

@@ -94,7 +94,9 @@ def _bind_pieces(expr: Pieces, binding: Binding) -> Expr:
 def _bind_table(expr: Table, binding: Binding) -> Expr:
     index = tuple(bind_group(group, binding) for group in expr.index)
     if any(isinstance(digit, Perm | Pick | Arrived) for group in index for digit in group):
-        raise Conflict(f"`{expr.nodes[0].name}` and its kin are taken in an order by expert")
+        raise Conflict(
+            f"`{expr.nodes[0].name}` and the other experts' tensors are taken in an order by expert"
+        )
     return Table(expr.nodes, index)
 
 

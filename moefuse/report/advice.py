@@ -28,5 +28,7 @@ def _rows() -> tuple[tuple[re.Pattern[str], str], ...]:
 
 
 def _pattern(reason: str) -> str:
-    """`...` stands for anything."""
-    return ".+?".join(re.escape(part) for part in reason.strip("`").split("..."))
+    """`...` stands for anything; a row that begins with a word isn't found in the middle of one."""
+    text = reason.strip("`")
+    start = r"\b" if text[:1].isalnum() else ""
+    return start + ".+?".join(re.escape(part) for part in text.split("..."))

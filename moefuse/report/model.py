@@ -15,6 +15,7 @@ from moefuse.policy.check import CheckResult
 from moefuse.report.region import Region
 
 __all__ = [
+    "ALREADY",
     "NOTHING_WANTED",
     "NO_GRAPH",
     "CheckResult",
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 NOTHING_WANTED = "mode='off': nothing is fused"
+ALREADY = "moefuse's own nodes are in this graph already"
 NO_GRAPH = "loops over experts that stay as they are"
 
 

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moefuse.report.model import NO_GRAPH, NOTHING_WANTED, GraphReport, LayerReport, Report, SharedReport
+from moefuse.report.advice import advice
+from moefuse.report.model import (
+    ALREADY,
+    NO_GRAPH,
+    NOTHING_WANTED,
+    GraphReport,
+    LayerReport,
+    Report,
+    SharedReport,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -23,10 +32,10 @@ _HEAD = ("layer", "fused", "target", "weights", "what it computes, or why it isn
 _NOTHING = (
     "No MoE layer was found.",
     "What to try:",
-    "  - moefuse.compile(model) instead of torch.compile: it gets loops over experts into one graph",
+    "  - after torch.compile: moefuse.compile(model), which gets loops over experts into one graph",
     '  - transformers models: experts_implementation="grouped_mm"',
-    "  - compile with fullgraph=True: it shows where the graph breaks, and a broken graph has no whole layer",
-    "  - `moefuse explain module:factory` on the model alone, `moefuse dump` for the graph that was searched",
+    "  - moefuse.explain(model, ...), `moefuse explain`: each place where the graph breaks; a part has no whole layer",
+    "  - the option dump, or `moefuse dump`, for the graph that was searched",
 )
 
 
@@ -133,8 +142,8 @@ def human_bytes(count: int) -> str:
 
 
 def _searched(report: Report) -> bool:
-    """Whether finding nothing means something: no graph failed, and the search wasn't switched off."""
-    return not any(graph.error or graph.note == NOTHING_WANTED for graph in report.graphs)
+    """Whether finding nothing means something: no graph failed, none is fused already, and none was left out."""
+    return not any(graph.error or graph.note in (NOTHING_WANTED, ALREADY) for graph in report.graphs)
 
 
 def _row(site: LayerReport) -> tuple[str, ...]:
@@ -152,6 +161,8 @@ def _row(site: LayerReport) -> tuple[str, ...]:
         place = f" ({site.source})" if site.source else ""
         at = f"at %{site.node}{place}" if site.node else f"at {site.source}"
         words += [f"{check}{site.reason}", at]
+        if hint := advice(site.reason):
+            words.append(f"what would work: {hint}")
     weights = human_bytes(site.bytes) if site.bytes else "-"
     return (
         site.layer or "(root)",

@@ -22,3 +22,9 @@ def test_links_become_words_and_the_unknown_gets_none():
     assert "](" not in advice("no rule says what amax of expert outputs (`x`) means")
     assert "add a rule" in advice("no rule says what amax of expert outputs (`x`) means")
     assert advice("something else") == ""
+
+
+def test_a_row_is_not_found_in_the_middle_of_a_word():
+    """`sets ...` is a row."""
+    assert advice("offsets count the rows of somebody else") == ""
+    assert advice("`forward` sets self.calls") == "nothing outside of the loop may change"

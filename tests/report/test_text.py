@@ -1,6 +1,7 @@
 import io
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -59,12 +60,19 @@ def test_text_names_layers_reasons_nodes_and_lines():
     assert "NO" in lines[start]
     assert "lift: expert outputs reach aten.scatter_reduce" in lines[start]
     assert lines[start + 1].strip() == "at %sr_2 (model.py:12)"
+    assert "what would work" not in lines[start + 2]
     assert "graph 0: 412 -> 398 nodes, lift 12 ms, fuse 500 ms" in lines
     assert lines[-4:] == [
         *("  moefuse failed here; the graph was compiled as it was:", "    Traceback:"),
         *("      line", "    ValueError: bad"),
     ]
     assert "  note: 2 layers were seen" in lines
+
+
+def test_a_reason_with_a_row_in_the_docs_says_what_would_work():
+    lost = replace(LOST, reason="`mean`: expert rows are reduced by mean, not by a sum")
+    lines = str(Report((GraphReport(0, (lost,)),))).splitlines()
+    assert lines[5].strip() == "what would work: sum, with the factor in the routing weights"
 
 
 def test_columns_are_aligned():
@@ -83,7 +91,7 @@ def test_summary_counts_one_as_one():
 def test_no_layer_says_what_to_try():
     printed = str(Report((GraphReport(0, (), 5, 5),)))
     assert "No MoE layer was found." in printed
-    for hint in ("fullgraph=True", 'experts_implementation="grouped_mm"', "moefuse explain"):
+    for hint in ("moefuse.compile(model)", 'experts_implementation="grouped_mm"', "moefuse explain"):
         assert hint in printed
     assert printed.startswith("moefuse: no MoE layer in 1 graph\n")
 
