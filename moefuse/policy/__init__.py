@@ -78,7 +78,10 @@ def register(
 def checks_of(target: str) -> tuple[Check, ...]:
     """A target's checks, in order. Raises ValueError for an unknown target."""
     if target not in _CHECKS:
-        raise ValueError(f"target: expected one of {[AUTO, *sorted(_CHECKS)]}, got {target!r}")
+        raise ValueError(
+            f"target: expected one of {[AUTO, *sorted(_CHECKS)]}, got {target!r}; "
+            "moefuse.policy.register gives a target its checks"
+        )
     return _CHECKS[target]
 
 

@@ -22,7 +22,9 @@ _TARGETS: dict[str, Target] = {}
 
 
 def register(target: Target) -> None:
-    """Add a target (or replace the one of its name), here and for the operator."""
+    """Add a target (or replace the one of its name), here and for the operator. TypeError for anything else."""
+    if not isinstance(target, Target) or not isinstance(getattr(target, "name", None), str):
+        raise TypeError(f"target: expected an instance of a Target class that has a name, got {target!r}")
     _TARGETS[target.name] = target
     register_kernel(target.name, target.run)
     if target.communicates:

@@ -16,6 +16,7 @@ import torch
 from hypothesis import assume, given, settings
 
 from moefuse import targets
+from moefuse.ops.activations import ACTIVATIONS, CUSTOM
 from moefuse.ops.operands import Operands
 from moefuse.ops.options import Options
 from moefuse.targets.cpu import build, huge_pages, isa, kernel, torch_kernel
@@ -252,6 +253,7 @@ def test_enumerations_have_the_order_of_the_sources() -> None:
         return tuple(name.strip().lower() for name in body.split(","))
 
     assert names("activation.h", "Kind") == kernel.KINDS
+    assert set(kernel.KINDS) == {*ACTIVATIONS, CUSTOM}  # each named one has its formula in C++
     assert names("layer.h", "GateUp") == kernel.GATE_UPS
     assert names("layer.h", "Position") == kernel.POSITIONS
     assert names("layer.h", "RowNorm") == kernel.ROW_NORMS

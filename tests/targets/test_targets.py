@@ -45,6 +45,14 @@ def test_a_registered_target_runs_under_the_operator(monkeypatch) -> None:
     torch.testing.assert_close(layer.call("toy")[0], layer.x + 1)
 
 
+@pytest.mark.parametrize("wrong", [object(), Target, type("Nameless", (Target,), {"run": None})()])
+def test_what_is_no_target_is_named(wrong) -> None:
+    with pytest.raises(
+        TypeError, match="target: expected an instance of a Target class that has a name, got"
+    ):
+        targets.register(wrong)
+
+
 def test_the_operator_finds_its_targets_by_itself() -> None:
     code = (
         "import torch, moefuse.ops; from moefuse.ops.kernels import _KERNELS; _KERNELS.clear();"
