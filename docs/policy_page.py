@@ -7,6 +7,7 @@ from moefuse.policy import Check, shared, spread
 
 COLUMNS = "| check | reads | says when it fails |\n|---|---|---|\n"
 PAGE = Path(__file__).with_name("policy.md")
+ELSEWHERE = "Its checks depend on the operator that is installed: see [what it takes](ascend.md#what-aclnnmegamoe-takes).\n"
 HEAD = """# Policy reference
 
 Made from the code by `python docs/policy_page.py`; a test keeps it true.
@@ -25,8 +26,8 @@ def page() -> str:
     """The whole page."""
     parts = [HEAD]
     for target in targets.names():
-        parts.append(f"\n## Target `{target}`\n\n{COLUMNS}")
-        parts += [_row(check) for check in policy.checks_of(target)]
+        checks = [_row(check) for check in policy.checks_of(target)]
+        parts.append(f"\n## Target `{target}`\n\n" + ("".join([COLUMNS, *checks]) if checks else ELSEWHERE))
     parts.append(f"\n## Experts spread over ranks\n\nAsked after the target's.\n\n{COLUMNS}")
     parts += [_row(check) for check in spread.CHECKS]
     parts.append(

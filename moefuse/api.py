@@ -24,7 +24,7 @@ from moefuse.report.model import NO_GRAPH, NOTHING_WANTED, GraphReport, LayerRep
 
 @dataclass(frozen=True)
 class Fused:
-    """What `fuse` returns: the rewritten graph, and a report with a verdict per MoE layer."""
+    """What `fuse` returns: the rewritten graph, with a tuple as output, and a report with a verdict per layer."""
 
     graph_module: GraphModule
     report: Report

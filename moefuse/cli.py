@@ -210,7 +210,10 @@ def diff(
 
 @app.command()
 def schema(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="report, graph, dump, diff, doctor or bench")],
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", help="report, graph, dump, diff, doctor, bench, simulation or costs"),
+    ],
 ) -> None:
     """Print the JSON schema of what moefuse writes."""
     from moefuse import schemas

@@ -95,5 +95,8 @@ JOURNAL = Journal()
 
 
 def reports() -> list[Report]:
-    """What moefuse did in this process: a report per compiled frame, oldest first."""
+    """What moefuse did in this process: a report per compiled frame, oldest first.
+
+    Recompiles of a frame, for other shapes or for another model of the same class, are graphs of the same report.
+    """
     return JOURNAL.reports()
