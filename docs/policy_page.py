@@ -7,7 +7,9 @@ from moefuse.policy import Check, shared, spread
 
 COLUMNS = "| check | reads | says when it fails |\n|---|---|---|\n"
 PAGE = Path(__file__).with_name("policy.md")
-ELSEWHERE = "Its checks depend on the operator that is installed: see [what it takes](ascend.md#what-aclnnmegamoe-takes).\n"
+ELSEWHERE = (
+    "Its checks depend on the installed operator: see [what it takes](ascend.md#what-aclnnmegamoe-takes).\n"
+)
 HEAD = """# Policy reference
 
 Made from the code by `python docs/policy_page.py`; a test keeps it true.

@@ -7,11 +7,12 @@ with. Nothing is downloaded. Needs the `transformers` package, which is imported
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -228,6 +229,12 @@ def _image(
     return kwargs
 
 
+def near(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'qwen3_moe'?`, or nothing where nothing is like it."""
+    found = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
 def model_types(module: str) -> tuple[str, ...]:
     """The model types whose configuration lives in a module below `transformers.models`, the shortest name first."""
     from transformers.models.auto import configuration_auto
@@ -249,7 +256,8 @@ def tiny_config(
         model_type = next(iter(model_types(model_type)), model_type)
     if model_type not in CONFIG_MAPPING:
         raise ValueError(
-            f"model_type must be one that transformers knows (such as qwen3_moe), got {model_type!r}"
+            f"model_type must be one that transformers knows (such as qwen3_moe), got {model_type!r}; nothing is "
+            f"downloaded: for a checkpoint give its config.json{near(model_type, CONFIG_MAPPING)}"
         )
     full = CONFIG_MAPPING[model_type]()
     # An encoder-decoder is its own text model: get_text_config would give only one half of it.
@@ -268,7 +276,7 @@ def _shrunk(default: PretrainedConfig, layers: int, overrides: Mapping[str, Any]
     fields = {name: value for name, value in _sizes(default, layers).items() if name in known}
     for name, value in overrides.items():
         if name not in known:
-            raise ValueError(f"overrides: {type(default).__name__} has no field {name!r}")
+            raise ValueError(f"overrides: {type(default).__name__} has no field {name!r}{near(name, known)}")
         # num_experts and num_local_experts may be one field under two names: set it once, by its real name.
         fields[default.attribute_map.get(name, name)] = value
     config: PretrainedConfig = type(default)(**fields)

@@ -104,7 +104,7 @@ def checkpoint_config(
     known = {*config.to_dict(), *config.attribute_map}
     for name, value in changes.items():
         if name not in known:
-            raise ValueError(f"--set: {type(config).__name__} has no field {name!r}")
+            raise ValueError(f"--set: {type(config).__name__} has no field {name!r}{hf.near(name, known)}")
         setattr(config, name, value)
     return config
 

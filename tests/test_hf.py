@@ -131,7 +131,16 @@ def test_the_seed_decides_and_the_global_state_is_kept():
     [
         ({"model_type": "nope"}, "model_type must be one that transformers knows"),
         ({"model_type": "dots3_note_vision_encoder", "tokens": 6}, "tokens must be a multiple of 4"),
+        ({"model_type": "qwen3moe"}, "did you mean 'qwen3_moe'?"),
+        (
+            {"model_type": "Qwen/Qwen3-30B-A3B"},
+            "nothing is downloaded: for a checkpoint give its config.json",
+        ),
         ({"model_type": "mixtral", "overrides": {"foo": 1}}, "MixtralConfig has no field 'foo'"),
+        (
+            {"model_type": "mixtral", "overrides": {"num_local_expert": 1}},
+            "did you mean 'num_local_experts'?",
+        ),
         ({"model_type": "mixtral", "layers": 0}, "layers must be at least 1, got 0"),
         ({"model_type": "mixtral", "tokens": 0}, "tokens must be at least 1, got 0"),
         ({"model_type": "mixtral", "batch": -1}, "batch must be at least 1, got -1"),
