@@ -35,6 +35,7 @@ _NOTHING = (
     "  - after torch.compile: moefuse.compile(model), which gets loops over experts into one graph",
     '  - transformers models: experts_implementation="grouped_mm"',
     "  - moefuse.explain(model, ...), `moefuse explain`: each place where the graph breaks; a part has no whole layer",
+    "  - the other reports of moefuse.reports(): each part of a broken graph has its own",
     "  - the option dump, or `moefuse dump`, for the graph that was searched",
 )
 
