@@ -58,7 +58,9 @@ def explain(
             Report((compile_graph(gm, _recorded_inputs(gm), options, {}, record=True).report,)), options
         )
     if not callable(model):
-        raise TypeError(f"model: expected a module, a function or an ExportedProgram, got {model!r}")
+        raise TypeError(
+            f"model: expected a module, a function or an ExportedProgram, got {type(model).__name__} {model!r:.60}"
+        )
     graphs: list[GraphReport] = []
 
     def backend(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ and undoes all of it after the call, so that the model object stays as the user 
 """
 
 import copy
+import functools
 import logging
 import threading
 import traceback
@@ -40,15 +41,18 @@ _SETTING = "_experts_implementation_internal"
 
 
 def compile(
-    model: Callable[..., Any], *, fullgraph: bool = False, dynamic: bool | None = None, **options: Any
+    model: Callable[..., Any] | None = None,
+    *,
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    **options: Any,
 ) -> Callable[..., Any]:
     """`torch.compile(model, backend="moefuse", options=options)` that also gets loops over experts into one graph.
 
-    model: a module or a function. fullgraph, dynamic: as for torch.compile. options: as for the backend.
-    Raises at once: OptionError for unknown names and impossible values, TypeError for what can't be called.
+    model: a module or a function; without one the result is a decorator. fullgraph, dynamic: as for torch.compile.
+    options: as for the backend. Raises at once: OptionError for unknown names and impossible values, TypeError for
+    what can't be called.
     """
-    if not callable(model):
-        raise TypeError(f"model: expected a module or a function, got {model!r}")
     if not isinstance(fullgraph, bool):
         raise TypeError(f"fullgraph: expected True or False, got {fullgraph!r}")
     if not (dynamic is None or isinstance(dynamic, bool)):
@@ -56,6 +60,10 @@ def compile(
     if "options" in options:
         raise OptionError("options: moefuse.compile takes each option as an argument of its own")
     parsed = Options.parse(options)
+    if model is None:
+        return functools.partial(compile, fullgraph=fullgraph, dynamic=dynamic, **options)
+    if not callable(model):
+        raise TypeError(f"model: expected a module or a function, got {type(model).__name__} {model!r:.60}")
     model = uncompiled(model)
     arguments: dict[str, Any] = {"backend": "moefuse", "fullgraph": fullgraph, "dynamic": dynamic}
     arguments["options"] = options or None

@@ -182,6 +182,21 @@ def test_unknown_options_are_errors_at_once() -> None:
 
 
 @torch.no_grad()
+def test_without_a_model_it_is_a_decorator() -> None:
+    model = Loop("add").eval()
+    x = torch.randn(6, H)
+
+    @compile_moe(inner="eager", mode="on", fullgraph=True)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return model(x)
+
+    with torch.no_grad():
+        torch.testing.assert_close(step(x), model(x), atol=FP32, rtol=FP32)
+    assert moefuse.reports()[-1].fused == 1
+    with pytest.raises(moefuse.OptionError, match="did you mean 'target'"):
+        compile_moe(tarket="cpu")
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
