@@ -36,7 +36,8 @@ class SharedExpert(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down(F.silu(gate) * up)
+        rows: Tensor = self.down(F.silu(gate) * up)
+        return rows
 
 
 class Block(nn.Module):
@@ -55,7 +56,7 @@ class Block(nn.Module):
         return ids, (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.experts(x, *self.route(x))
+        y: Tensor = self.experts(x, *self.route(x))
         return y + self.shared_expert(x) if self.shared_expert is not None else y
 
 
@@ -100,7 +101,8 @@ def main() -> None:
     probes = limits.Probes(torch.bfloat16, 1)
     for name in arguments.shape.split(","):
         layer = shapes.build(shapes.SHAPES[name], torch.bfloat16, shapes.available_bytes() // 3)
-        layer.module.config._experts_implementation = "grouped_mm"
+        config: Any = layer.module.config
+        config._experts_implementation = "grouped_mm"
         block = Block(layer, SHARED[name]).requires_grad_(False)
         for tokens in map(int, arguments.tokens.split(",")):
             torch._dynamo.reset()

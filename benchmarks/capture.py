@@ -77,7 +77,9 @@ def build(family: str, dtype: torch.dtype, layers: int = 2) -> torch.nn.Module:
     options = SIZES | EXPERTS | {"num_hidden_layers": layers} | FAMILIES[family]
     config = AutoConfig.for_model(family, **options)
     implementation = "eager" if family.startswith("llama4") else "grouped_mm"
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation=implementation)
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(
+        config, dtype=dtype, experts_implementation=implementation
+    )
     return model.eval()
 
 

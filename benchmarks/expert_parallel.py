@@ -81,7 +81,7 @@ def figures(ways: Ways, rounds: int) -> dict[str, Any]:
     want = ways.all_to_all()
     for name, call in calls.items():
         # bfloat16 roundings, of the parts too where parts are summed, of values of size 1
-        torch.testing.assert_close(call(), want, rtol=2e-2, atol=2e-2, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(call(), want, rtol=2e-2, atol=2e-2, msg=f"{name}: {{}}".format)
     before = ways.shared.traffic
     ways.fused()
     moved = [b - a for a, b in zip(before, ways.shared.traffic, strict=True)]

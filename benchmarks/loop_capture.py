@@ -22,19 +22,20 @@ HIDDEN, INNER, TOP_K, TOKENS = 64, 32, 2, 16
 
 
 class Expert(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.gate, self.up = nn.Linear(HIDDEN, INNER, bias=False), nn.Linear(HIDDEN, INNER, bias=False)
         self.down = nn.Linear(INNER, HIDDEN, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        rows: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return rows
 
 
 class Loop(nn.Module):
     """`skip`: experts without tokens are skipped, which Dynamo alone can't capture."""
 
-    def __init__(self, experts: int, skip: bool):
+    def __init__(self, experts: int, skip: bool) -> None:
         super().__init__()
         self.router = nn.Linear(HIDDEN, experts, bias=False)
         self.experts = nn.ModuleList(Expert() for _ in range(experts))

@@ -10,6 +10,7 @@ weights anywhere, even of one layer, shows as a large share. Linux only.
 
 import argparse
 import json
+import math
 import os
 import resource
 import subprocess
@@ -46,7 +47,8 @@ def build(layout: str, dtype: torch.dtype, mib: int) -> nn.Module:
             hidden_size=width, intermediate_size=width, num_local_experts=EXPERTS, num_experts_per_tok=TOP_K
         )
     config._experts_implementation = "grouped_mm"
-    before, _ = torch.get_default_dtype(), torch.set_default_dtype(dtype)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
     try:
         model = Stack([Block(config) for _ in range(LAYERS)])
     finally:
@@ -60,7 +62,7 @@ def build(layout: str, dtype: torch.dtype, mib: int) -> nn.Module:
 def sized(dtype: torch.dtype, mib: int) -> int:
     """The width H = I for which 3 * H * I per expert makes `mib` MiB, a multiple of 64."""
     elements = mib * 2**20 / dtype.itemsize / LAYERS / EXPERTS / 3
-    return round(elements**0.5 / 64) * 64
+    return round(math.sqrt(elements) / 64) * 64
 
 
 class Stack(nn.Module):

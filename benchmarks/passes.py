@@ -49,9 +49,10 @@ def build(family: str, layers: int, experts: int, implementation: str) -> torch.
     config = AutoConfig.for_model(
         family, **(SIZES | FAMILIES[family] | NARROW | counts | {"num_hidden_layers": layers})
     )
-    return AutoModelForCausalLM.from_config(
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(
         config, dtype=torch.bfloat16, experts_implementation=implementation
-    ).eval()
+    )
+    return model.eval()
 
 
 @contextmanager

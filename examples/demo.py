@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -78,12 +79,13 @@ def build_model() -> Qwen3MoeForCausalLM:
     return Qwen3MoeForCausalLM(config).to(torch.bfloat16).eval()
 
 
-def logits_of(module: Callable[..., object]) -> Logits:
+def logits_of(module: Callable[..., Any]) -> Logits:
     """The module as a plain function from token ids to logits."""
 
     def call(ids: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            return module(input_ids=ids).logits
+            logits: torch.Tensor = module(input_ids=ids).logits
+            return logits
 
     return call
 
