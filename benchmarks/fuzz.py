@@ -25,7 +25,7 @@ from torch.fx import Graph, GraphModule
 from moefuse.api import Fused
 from moefuse.options import Options
 from moefuse.passes import pipeline
-from moefuse.report.model import GraphReport, Report
+from moefuse.report.model import Report
 from moefuse.testing.capture import Captured, capture_graph
 from moefuse.testing.compare import compare, default_rewrite, describe
 from moefuse.testing.judge import judge
@@ -97,8 +97,7 @@ def passes(graph_module: GraphModule) -> Fused:
     graph = Graph()
     graph.output(graph.graph_copy(graph_module.graph, {}))
     result = pipeline.run(GraphModule(graph_module, graph), frozenset(), Options.parse({}), training=False)
-    report = GraphReport(0, tuple(result.layers), result.nodes_before, result.nodes_after, result.seconds)
-    return Fused(result.graph_module, Report((report,)))
+    return Fused(result.graph_module, Report((result.report(0),)))
 
 
 def _mutate(captured: Captured, seed: int, said: str, tally: Counter[str]) -> None:

@@ -1,4 +1,4 @@
-"""What users call besides torch.compile: `explain`, `fuse`, `reports`.
+"""What users call besides torch.compile: `explain` and `fuse`.
 
 In: a model and its inputs, or a graph. Out: a `Report`, or a rewritten graph with its report.
 """
@@ -132,10 +132,7 @@ def fuse(
     note = "" if result.layers else nothing_found(result.graph_module.graph)
     if parsed.mode == "off":
         note = NOTHING_WANTED
-    graphs = GraphReport(
-        0, tuple(result.layers), result.nodes_before, result.nodes_after, result.seconds, note=note
-    )
-    return Fused(result.graph_module, _written(Report((graphs,)), parsed))
+    return Fused(result.graph_module, _written(Report((result.report(0, note=note),)), parsed))
 
 
 def _dumped(gm: GraphModule, stage: str, options: Options) -> None:

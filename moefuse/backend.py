@@ -196,25 +196,14 @@ def compile_graph(
         return plain(GraphReport(index, (), nodes, nodes, note="no routing operation in this graph"))
     try:
         local = _local_form(gm, example_inputs, options)
-        result, seconds, watched = _fuse(
-            local.gm, local.inputs, options, index, record or bool(options.dump), contact
-        )
+        result, watched = _fuse(local.gm, local.inputs, options, index, record or bool(options.dump), contact)
     except Exception as error:
         final = isinstance(error, RejectedError | UnprovedError | AgreementError)
         if final or is_control_flow(error) or options.mode == "on":
             raise
         demand_unpromised(str(error))
         return plain(_failed(index, nodes, error))
-    note = _note(options, result)
-    report = GraphReport(
-        index,
-        tuple(result.layers),
-        result.nodes_before,
-        result.nodes_after,
-        seconds,
-        note=note,
-        contexts=tuple(result.contexts),
-    )
+    report = result.report(index, note=_note(options, result))
     for graph in _graphs(gm):
         loop_markers.strip(graph)
     gm.recompile()
@@ -302,10 +291,10 @@ def _fuse(
     index: int,
     record: bool,
     contact: Contact,
-) -> tuple[FuseResult, dict[str, float], list[Callable[..., Callable[..., Any]]]]:
+) -> tuple[FuseResult, list[Callable[..., Callable[..., Any]]]]:
     start = time.process_time()
     captured = capture(gm, example_inputs)
-    seconds = {"capture": time.process_time() - start}
+    seconds = time.process_time() - start
     _debug(index, "before", captured.graph_module)
     if options.dump:
         from moefuse.graph.dump import write_dump
@@ -323,7 +312,8 @@ def _fuse(
     _debug(index, "after", captured.graph_module)
     if options.dump:
         write_dump(options.dump, index, "after", captured.graph_module)
-    return result, {**seconds, **result.seconds}, [watcher(before, result) for watcher in WATCHERS]
+    result.seconds = {"capture": seconds, **result.seconds}
+    return result, [watcher(before, result) for watcher in WATCHERS]
 
 
 def _debug(index: int, stage: str, gm: GraphModule) -> None:

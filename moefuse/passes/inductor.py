@@ -17,7 +17,6 @@ from torch.fx import Graph, GraphModule, Node
 from moefuse.graph.capture import CaptureError, capture
 from moefuse.options import Options
 from moefuse.passes import identity, pipeline
-from moefuse.passes.pipeline import FuseResult
 from moefuse.report.journal import JOURNAL
 from moefuse.report.model import GraphReport
 
@@ -64,7 +63,7 @@ class InductorPass(CustomGraphPass):
                 raise
             JOURNAL.record(GraphReport(index, (), before, before, note=f"left as it is: {error}"), None)
             return
-        JOURNAL.record(_report(index, result), None)
+        JOURNAL.record(result.report(index), None)
         if result.calls:
             _replace(graph, gm, result.graph_module)
 
@@ -82,16 +81,6 @@ def _obstacle(graph: Graph) -> str:
     if all("example_value" in node.meta for node in graph.find_nodes(op="placeholder")):
         return ""
     return f"this hook's graph is decomposed already: give the pass to Inductor as {HOOK}"
-
-
-def _report(index: int, result: FuseResult) -> GraphReport:
-    return GraphReport(
-        index,
-        tuple(result.layers),
-        result.nodes_before,
-        result.nodes_after,
-        result.seconds,
-    )
 
 
 def _replace(graph: Graph, gm: GraphModule, new: GraphModule) -> None:

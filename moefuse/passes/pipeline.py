@@ -34,7 +34,7 @@ from moefuse.patterns.loop_regions import collect
 from moefuse.patterns.markers import UnprovedError
 from moefuse.patterns.rules import op_name
 from moefuse.patterns.site import Site
-from moefuse.report.model import ContextReport, LayerReport
+from moefuse.report.model import ContextReport, GraphReport, LayerReport
 
 
 class RejectedError(RuntimeError):
@@ -60,6 +60,18 @@ class FuseResult:
     checker: Checker | None = None
     contexts: list[ContextReport] = field(default_factory=list)
     replaced: list[list[Pair]] = field(default_factory=list)
+
+    def report(self, index: int, note: str = "") -> GraphReport:
+        """The same for people. index: the graph's number in this process."""
+        return GraphReport(
+            index,
+            tuple(self.layers),
+            self.nodes_before,
+            self.nodes_after,
+            self.seconds,
+            note=note,
+            contexts=tuple(self.contexts),
+        )
 
 
 def run(

@@ -60,10 +60,7 @@ class TorchairPass:
             text = "".join(traceback.format_exception(error))
             JOURNAL.record(GraphReport(index, (), nodes, nodes, error=text), None)
             return
-        report = GraphReport(
-            index, tuple(result.layers), result.nodes_before, result.nodes_after, result.seconds
-        )
-        JOURNAL.record(report, None)
+        JOURNAL.record(result.report(index), None)
         if result.calls:
             gm.graph = result.graph_module.graph
 
