@@ -28,6 +28,7 @@ from moefuse.comm.presence import announce
 from moefuse.frontend.lifter import hooked, refusals
 from moefuse.graph.capture import CaptureError, capture, is_control_flow
 from moefuse.graph.desugar import Desugared, desugared
+from moefuse.graph.dump import show
 from moefuse.graph.local import read_locally
 from moefuse.inner import choose, compile_inner
 from moefuse.ops import loop_markers
@@ -61,7 +62,8 @@ ROUTING = (
 """Part of the name of some operation in every MoE layer: without one, or an index, a graph needs no look."""
 
 
-Watcher = Callable[[GraphModule, FuseResult], Callable[[Callable[..., Any]], Callable[..., Any]]]
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+Watcher = Callable[[GraphModule, FuseResult], Wrap]
 WATCHERS: list[Watcher] = []
 """Each gets a graph before the passes and what they made of it, and may wrap what is compiled of it then."""
 
@@ -173,53 +175,77 @@ def compile_graph(
     Raises UnprovedError where the graph holds a loop that the front end has rewritten, and that isn't proved or isn't
     fused: such a graph must not run. From a graph that may run, the front end's markers are removed.
     """
-    index = JOURNAL.next_index()
-    nodes = len(gm.graph.nodes)
-    inner = choose(options.inner, example_inputs)
+    index, nodes = JOURNAL.next_index(), len(gm.graph.nodes)
     inner_options = {**options.inner_options, **inner_options}
     loops = [number for graph in _graphs(gm) for number in loop_markers.marked(graph)]
-
-    def plain(report: GraphReport) -> Compiled:
-        reason = report.note or (report.error.splitlines() or ["nothing is fused"])[-1]
-        if loops:
-            raise UnprovedError(dict.fromkeys(loops, reason))
-        leave(reason)
-        run = compile_inner(gm, example_inputs, inner, inner_options=inner_options)
-        return Compiled(run, report)
-
     if stale := {number: reason for number in loops if (reason := hooked(number))}:
         raise UnprovedError(stale)
+
+    def plain(report: GraphReport) -> Compiled:
+        leave(_why_plain(report))
+        inner = choose(options.inner, example_inputs)
+        return Compiled(compile_inner(gm, example_inputs, inner, inner_options=inner_options), report)
+
+    looked = _look(gm, example_inputs, options, index, record or bool(options.dump), contact)
+    if isinstance(looked, GraphReport):
+        if loops:
+            raise UnprovedError(dict.fromkeys(loops, _why_plain(looked)))
+        return plain(looked)
+    for graph in _graphs(gm):
+        loop_markers.strip(graph)
+    gm.recompile()
+    if not looked.result.calls:
+        return plain(looked.report)
+    try:
+        return Compiled(_compile_fused(looked, options, inner_options), looked.report, looked.result.checker)
+    except Exception as error:
+        # where there are contexts, the other ranks count on this one
+        if is_control_flow(error) or options.mode == "on" or looked.report.contexts:
+            raise
+        log.warning("the inner compiler failed on the fused graph; compiling it unfused", exc_info=True)
+        return plain(_failed(index, nodes, error))
+
+
+def _why_plain(report: GraphReport) -> str:
+    """Why nothing of a graph is fused, in a line."""
+    return report.note or (report.error.splitlines() or ["nothing is fused"])[-1]
+
+
+@dataclass(frozen=True)
+class _Looked:
+    """What the passes made of a graph. local: what they took for it. watched: wrappers for what is compiled of it."""
+
+    local: Desugared
+    result: FuseResult
+    report: GraphReport
+    watched: list[Wrap]
+
+
+def _look(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    index: int,
+    record: bool,
+    contact: Contact,
+) -> _Looked | GraphReport:
+    """Run the passes; just a report where they have nothing to do, can't have the graph, or failed."""
+    nodes = len(gm.graph.nodes)
     if options.mode == "off":
         _expect_local(gm, example_inputs)
-        return plain(GraphReport(index, (), nodes, nodes, note=NOTHING_WANTED))
+        return GraphReport(index, (), nodes, nodes, note=NOTHING_WANTED)
     if not worth_a_look(gm):
-        return plain(GraphReport(index, (), nodes, nodes, note="no routing operation in this graph"))
+        return GraphReport(index, (), nodes, nodes, note="no routing operation in this graph")
     try:
         local = _local_form(gm, example_inputs, options)
-        result, watched = _fuse(local.gm, local.inputs, options, index, record or bool(options.dump), contact)
+        result, watched = _fuse(local.gm, local.inputs, options, index, record, contact)
     except Exception as error:
         final = isinstance(error, RejectedError | UnprovedError | AgreementError)
         if final or is_control_flow(error) or options.mode == "on":
             raise
         demand_unpromised(str(error))
-        return plain(_failed(index, nodes, error))
-    report = result.report(index, note=_note(options, result))
-    for graph in _graphs(gm):
-        loop_markers.strip(graph)
-    gm.recompile()
-    loops.clear()
-    if not result.calls:
-        return plain(report)
-    try:
-        run = _compile_fused(result.graph_module, local.inputs, options, inner_options, local.gm)
-        run = local.taking_the_whole(reduce(lambda run, wrap: wrap(run), watched, run))
-    except Exception as error:
-        # where there are contexts, the other ranks count on this one
-        if is_control_flow(error) or options.mode == "on" or result.contexts:
-            raise
-        log.warning("the inner compiler failed on the fused graph; compiling it unfused", exc_info=True)
-        return plain(_failed(index, nodes, error))
-    return Compiled(run, report, result.checker)
+        return _failed(index, nodes, error)
+    return _Looked(local, result, result.report(index, note=_note(options, result)), watched)
 
 
 def _expect_local(gm: GraphModule, example_inputs: Sequence[Any]) -> None:
@@ -238,18 +264,18 @@ def _local_form(gm: GraphModule, example_inputs: Sequence[Any], options: Options
     return local
 
 
-def _compile_fused(
-    gm: GraphModule,
-    example_inputs: Sequence[Any],
-    options: Options,
-    inner_options: Mapping[str, Any],
-    original: GraphModule,
-) -> Callable[..., Any]:
-    inner = choose(options.inner, example_inputs)
+def _compile_fused(looked: _Looked, options: Options, inner_options: Mapping[str, Any]) -> Callable[..., Any]:
+    local = looked.local
+    inner = choose(options.inner, local.inputs)
     rounding = {"emulate_precision_casts": True} if options.round_as_eager and inner == "inductor" else {}
-    return compile_inner(
-        gm, example_inputs, inner, inner_options={**rounding, **inner_options}, original=original
+    run = compile_inner(
+        looked.result.graph_module,
+        local.inputs,
+        inner,
+        inner_options={**rounding, **inner_options},
+        original=local.gm,
     )
+    return local.taking_the_whole(reduce(lambda run, wrap: wrap(run), looked.watched, run))
 
 
 def _graphs(gm: GraphModule) -> list[Graph]:
@@ -291,15 +317,11 @@ def _fuse(
     index: int,
     record: bool,
     contact: Contact,
-) -> tuple[FuseResult, list[Callable[..., Callable[..., Any]]]]:
+) -> tuple[FuseResult, list[Wrap]]:
     start = time.process_time()
     captured = capture(gm, example_inputs)
-    seconds = time.process_time() - start
-    _debug(index, "before", captured.graph_module)
-    if options.dump:
-        from moefuse.graph.dump import write_dump
-
-        write_dump(options.dump, index, "before", captured.graph_module)
+    seconds = {"capture": time.process_time() - start}
+    show(captured.graph_module, index, "before", options.dump)
     before = deepcopy(captured.graph_module) if WATCHERS else captured.graph_module
     result = pipeline.run(
         captured.graph_module,
@@ -309,19 +331,9 @@ def _fuse(
         record=record,
         contact=contact,
     )
-    _debug(index, "after", captured.graph_module)
-    if options.dump:
-        write_dump(options.dump, index, "after", captured.graph_module)
-    result.seconds = {"capture": seconds, **result.seconds}
+    show(captured.graph_module, index, "after", options.dump)
+    result.seconds = seconds | result.seconds
     return result, [watcher(before, result) for watcher in WATCHERS]
-
-
-def _debug(index: int, stage: str, gm: GraphModule) -> None:
-    """The graph for who asked with TORCH_LOGS=+moefuse, which torch turns into this logger's level."""
-    if log.isEnabledFor(logging.DEBUG):
-        from moefuse.graph.dump import to_text
-
-        log.debug("graph %d %s:\n%s", index, stage, to_text(gm))
 
 
 def _failed(index: int, nodes: int, error: Exception) -> GraphReport:

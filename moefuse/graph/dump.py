@@ -152,6 +152,18 @@ def to_svg(gm: fx.GraphModule, path: str | Path) -> Path:
     return path
 
 
+def show(gm: fx.GraphModule, index: int, stage: str, directory: str = "") -> None:
+    """One stage of graph number `index` for who asked: in a directory ("": none), or in the log.
+
+    TORCH_LOGS=+moefuse asks for the latter; torch turns it into the logger's level.
+    """
+    logger = logging.getLogger("moefuse")
+    if logger.isEnabledFor(logging.DEBUG):
+        logger.debug("graph %d %s:\n%s", index, stage, to_text(gm))
+    if directory:
+        write_dump(directory, index, stage, gm)
+
+
 def write_dump(directory: str | Path, index: int, stage: str, gm: fx.GraphModule) -> list[Path]:
     """Write one stage of graph number `index` as `graph0.before.txt`, `.json`, `.graphml`, `.dot` and `.svg`.
 

@@ -16,6 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import GraphModule
 
+from moefuse.graph.dump import show
 from moefuse.options import Options
 from moefuse.passes import identity, pipeline
 from moefuse.passes.pipeline import FuseResult, RejectedError
@@ -71,20 +72,13 @@ class TorchairPass:
                 f"{missing[0]}: expected a node with a fake value in meta['val'], as {HOOK} gets it; got none"
             )
         copied = GraphModule(gm, copy.deepcopy(gm.graph))  # nodes are copied, fake values are shared
-        self._dump(index, "before", copied)
+        show(copied, index, "before", self.options.dump)
         # Gradients, if any, are behind this graph: the backward is a graph of its own.
-        with (
-            unset_fake_temporarily()
-        ):  # npugraph_ex calls its passes under one; activations are tried out on numbers
+        # npugraph_ex calls its passes under a fake mode, and activations are tried out on numbers.
+        with unset_fake_temporarily():
             result = pipeline.run(copied, _parameters(copied, example_inputs), self.options, training=False)
-        self._dump(index, "after", copied)
+        show(copied, index, "after", self.options.dump)
         return result
-
-    def _dump(self, index: int, stage: str, gm: GraphModule) -> None:
-        if self.options.dump:
-            from moefuse.graph.dump import write_dump
-
-            write_dump(self.options.dump, index, stage, gm)
 
 
 def _parameters(gm: GraphModule, example_inputs: Sequence[Any]) -> frozenset[str]:
