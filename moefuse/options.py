@@ -87,8 +87,9 @@ class Options:
         return Options.parse(given)
 
     def excluded(self, layer: str) -> str:
-        """The first exclude pattern that the module path matches, "" when none does."""
-        return next((pattern for pattern in self.exclude if fnmatch.fnmatchcase(layer, pattern)), "")
+        """Why the layer at this module path is left alone, "" where no exclude pattern matches."""
+        pattern = next((pattern for pattern in self.exclude if fnmatch.fnmatchcase(layer, pattern)), "")
+        return f"excluded by the option exclude={pattern!r}" if pattern else ""
 
 
 def _text(name: str, value: Any) -> str:

@@ -121,4 +121,4 @@ def test_an_option_error_is_a_value_error() -> None:
 )
 def test_exclude_patterns(pattern: str, layer: str, matches: bool) -> None:
     options = Options.parse({"exclude": ["nothing", pattern]})
-    assert options.excluded(layer) == (pattern if matches else "")
+    assert options.excluded(layer) == (f"excluded by the option exclude={pattern!r}" if matches else "")

@@ -5,7 +5,7 @@ replaced. A site is replaced at its earliest complete node; what follows (views,
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
@@ -17,12 +17,12 @@ from moefuse.graph import sizes
 from moefuse.ops.spec import MoeSpec
 from moefuse.passes.counts import Counts
 from moefuse.passes.emit import STAND_IN, Emitter
+from moefuse.passes.region import expert_rows, operand_leaves, region_of
 from moefuse.patterns.axes import Axis, Dims, group_size
-from moefuse.patterns.facts import Conflict, Expr, Leaf
+from moefuse.patterns.facts import Conflict, Leaf
 from moefuse.patterns.layer import Layer
 from moefuse.patterns.layer_quant import LayerQuant
-from moefuse.patterns.pointwise import walk
-from moefuse.patterns.rules import READS_NO_ELEMENT, op_name, value
+from moefuse.patterns.rules import op_name, value
 from moefuse.patterns.site import Site
 from moefuse.patterns.weights import turned
 
@@ -78,7 +78,7 @@ def _emit(emitter: Emitter, site: Site, target: str, context: str) -> tuple[Node
 def _resize(graph: Graph, site: Site, counts: Counts) -> None:
     """Nothing may hold on to rows that go: sizes are read off the operands, checks of their metadata go too."""
     operands = [leaf.node for leaf in operand_leaves(site)]
-    region = _region(site)
+    region = region_of(site)
     for node in region:
         for user in [user for user in node.users if op_name(user) == "aten::_assert_tensor_metadata"]:
             graph.erase_node(user)
@@ -274,101 +274,3 @@ def _as_output(emitter: Emitter, site: Site, y: Node) -> Node:
         y = emitter.permute(y, [natural.index(axis) for axis in wanted])
     shape = [group_size(group) for group in site.dims]
     return emitter.reshape(y, shape)
-
-
-def operand_leaves(site: Site) -> list[Leaf]:
-    """All leaves that the node reads: the token rows, ids, routing weights, expert weights and biases."""
-    layer = site.layer
-    exprs: list[Expr] = [layer.x, layer.ids, *layer.weights, *layer.weight1, *layer.weight2]
-    exprs += [*layer.bias1, *layer.bias2, *layer.row_scale]
-    exprs += layer.quant.leaves if layer.quant is not None else ()
-    return [leaf for expr in exprs for leaf in walk(expr) if isinstance(leaf, Leaf)]
-
-
-def travels(site: Site) -> set[Node]:
-    """The collectives by which the site's rows and their counts travel: its node does without them."""
-    operands = {leaf.node for leaf in operand_leaves(site)}
-    found: set[Node] = set()
-    stack = [site.node] if site.layer.ranks is not None else []
-    while stack:
-        node = stack.pop()
-        if node not in found and node not in operands:
-            found.add(node)
-            stack.extend(node.all_input_nodes)
-    return {node for node in found if op_name(node).startswith("_c10d_functional::")}
-
-
-def outliving(site: Site) -> set[Node]:
-    """Those of `travels` that stay when the site's node is replaced: what they give is read beside the layer too."""
-    gone, region, rows, counts = travels(site), _region(site), set(expert_rows(site)), Counts(site)
-
-    def stops(node: Node, user: Node) -> bool:
-        """True for a reader that goes with the layer: `_resize` and `_drop_size_asserts` see to it."""
-        name = op_name(user)
-        if name == "aten::_assert_scalar":
-            return counts.holds(user)
-        return (
-            user is site.node
-            or (name == "aten::sym_size" and node in rows)
-            or (name == "aten::_assert_tensor_metadata" and node in region)
-        )
-
-    return {node for node in gone if _reaches_what_stays(node, stops, gone)}
-
-
-def _reaches_what_stays(start: Node, stops: Callable[[Node, Node], bool], gone: set[Node]) -> bool:
-    seen, stack = set[Node](), [start]
-    while stack:
-        node = stack.pop()
-        for user in node.users:
-            if user in seen or stops(node, user):
-                continue
-            if user.op == "output" or (user.is_impure() and user not in gone):
-                return True
-            seen.add(user)
-            stack.append(user)
-    return False
-
-
-def escaping(site: Site) -> tuple[Node, Node] | None:
-    """An expert row that somebody else reads too, and that reader; None when the region is closed.
-
-    The region holds every node between the site's first GEMM and its output. A rewrite would stay right if a row
-    escaped, but its GEMMs would run twice.
-    """
-    rows = expert_rows(site)
-    if site.base in rows:  # the base stays: it is added to what the node gives
-        return site.base, site.node
-    for row in sorted(rows):
-        for user in row.users:
-            if user not in rows and user is not site.node and op_name(user) not in READS_NO_ELEMENT:
-                return row, user
-    return None
-
-
-def expert_rows(site: Site) -> set[Node]:
-    """The nodes of the region that hold expert rows: the GEMMs and what is made from them."""
-    rows: set[Node] = set()
-    for node in sorted(_region(site)):  # fx nodes order by their place in the graph
-        reads = op_name(node) not in READS_NO_ELEMENT and any(arg in rows for arg in node.all_input_nodes)
-        if node in site.gemms or reads:
-            rows.add(node)
-    return rows
-
-
-def _region(site: Site) -> set[Node]:
-    """The ancestors of the site's node down to the operands and the first GEMM: nothing earlier holds a row.
-
-    An operand may be missing on some path (the base of an index_add, a size): the walk must not go up the model.
-    """
-    operands = {leaf.node for leaf in operand_leaves(site)}
-    first = min(site.gemms)
-    region: set[Node] = set()
-    stack = list(site.node.all_input_nodes)
-    while stack:
-        node = stack.pop()
-        if node in region or node in operands or node < first:
-            continue
-        region.add(node)
-        stack.extend(node.all_input_nodes)
-    return region

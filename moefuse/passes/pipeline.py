@@ -19,12 +19,12 @@ from moefuse.options import Options
 from moefuse.passes import plan_comm
 from moefuse.passes.agree import AgreementError
 from moefuse.passes.canonicalize import canonicalize
-from moefuse.passes.fuse import escaping, fuse_site, travels
+from moefuse.passes.fuse import fuse_site
 from moefuse.passes.halves import join, split
 from moefuse.passes.lift import Candidate, find
-from moefuse.passes.moves import obstacle
 from moefuse.passes.plan_comm import Agreed, Contact
 from moefuse.passes.record import Recorder, Recording
+from moefuse.passes.region import obstacle, travels
 from moefuse.passes.shared import absorb
 from moefuse.passes.unmark import clear, demand_fused, prove
 from moefuse.passes.verify import Checker, Pair, checker
@@ -220,11 +220,9 @@ def _treat(
     report = LayerReport(
         candidate.layer, False, candidate.node.name, source_of(candidate.node), comm=comm.words
     )
-    if pattern := options.excluded(candidate.layer):
+    if excluded := options.excluded(candidate.layer):
         spec = candidate.site.spec if candidate.site else None
-        return replace(
-            report, spec=spec, check="exclude", reason=f"excluded by the option exclude={pattern!r}"
-        )
+        return replace(report, spec=spec, check="exclude", reason=excluded)
     if candidate.site is None:
         return replace(report, check="lift", reason=candidate.reason)
     site = candidate.site
@@ -238,12 +236,9 @@ def _treat(
     )
     if not decision.ok:
         return replace(report, check=decision.verdict.check, reason=decision.verdict.reason)
-    if (escape := escaping(site)) is not None:
-        row, user = escape
-        reason = f"the expert rows `{row.name}` are also read by `{user.name}`, outside of the layer"
-        return replace(report, check="escape", reason=reason)
-    if (stopped := obstacle(site)) is not None:
-        return replace(report, check=stopped[0], reason=stopped[1])
+    check, reason = obstacle(site)
+    if reason:
+        return replace(report, check=check, reason=reason)
     if comm.reason:
         return replace(report, check=comm.check, reason=comm.reason)
     try:

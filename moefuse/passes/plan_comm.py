@@ -16,9 +16,9 @@ from moefuse import policy
 from moefuse.graph.groups import Place, place_in
 from moefuse.options import Options
 from moefuse.passes.agree import Wish, contexts_of, settled
-from moefuse.passes.fuse import escaping, operand_leaves, outliving, travels, why_not
+from moefuse.passes.fuse import why_not
 from moefuse.passes.lift import MOVES, Candidate, explain
-from moefuse.passes.moves import obstacle
+from moefuse.passes.region import obstacle, operand_leaves, outliving, travels
 from moefuse.patterns.facts import Const, Lost, Op
 from moefuse.patterns.gathered import gathered
 from moefuse.patterns.mc2 import DISPATCH
@@ -177,23 +177,15 @@ def _wish(graph: Graph, number: int, candidate: Candidate, options: Options) -> 
     terms = Terms(place.name, options.ep_group, options.ep_max_tokens)
     decision = policy.decide_spread(site.spec, terms, target=options.target)
     check, reason = decision.verdict.check, decision.verdict.reason
-    if pattern := options.excluded(candidate.layer):
-        check, reason = "exclude", f"excluded by the option exclude={pattern!r}"
+    if excluded := options.excluded(candidate.layer):
+        check, reason = "exclude", excluded
     elif options.verify:
-        check, reason = (
-            "ep_verify",
-            "verify=True compares on a rank's own inputs, the others would wait for it",
-        )
-    elif decision.ok and (escape := escaping(site)) is not None:
-        row, user = escape
-        check, reason = (
-            "escape",
-            f"`{user.name}`, outside of the layer, reads its expert rows `{row.name}` too",
-        )
-    elif decision.ok and (stopped := obstacle(site)) is not None:
-        check, reason = stopped
-    elif decision.ok and (why := why_not(graph, site, decision.target)):
-        check, reason = "emit", why
+        why = "verify=True compares on a rank's own inputs, the others would wait for it"
+        check, reason = "ep_verify", why
+    elif decision.ok:
+        check, reason = obstacle(site)
+        if not reason and (why := why_not(graph, site, decision.target)):
+            check, reason = "emit", why
     if reason:
         return Wish(number, candidate.layer, place, decision, check=check, reason=reason)
     capacity = SpreadLayer.of(site.spec, decision.target, terms).capacity()

@@ -12,8 +12,8 @@ from torch.fx import Graph, Node
 
 from moefuse.graph.dump import show_arguments, show_value, target_name
 from moefuse.graph.source import code_of, common_layer, layer_of, source_of
-from moefuse.passes.fuse import operand_leaves
 from moefuse.passes.lift import Candidate
+from moefuse.passes.region import operand_leaves
 from moefuse.patterns.engine import Lifted
 from moefuse.patterns.facts import Expr, Fact, Leaf, Lost
 from moefuse.patterns.pointwise import walk

@@ -11,8 +11,8 @@ from torch.fx import Graph
 from moefuse import policy
 from moefuse.graph.source import common_layer
 from moefuse.options import Options
-from moefuse.passes.fuse import escaping, fuse_site
-from moefuse.passes.moves import obstacle
+from moefuse.passes.fuse import fuse_site
+from moefuse.passes.region import obstacle
 from moefuse.passes.verify import Pair
 from moefuse.patterns.axes import group_size
 from moefuse.patterns.facts import Conflict
@@ -29,9 +29,8 @@ def absorb(graph: Graph, site: Site, options: Options, target: str) -> list[Outc
 
 def _absorb(graph: Graph, site: Site, expert: Site | Strange, options: Options, target: str) -> Outcome:
     report = SharedReport(common_layer(expert.gemms), False, expert.node.name)
-    if pattern := options.excluded(report.layer):
-        reason = f"excluded by the option exclude={pattern!r}"
-        return replace(report, check="exclude", reason=reason), None
+    if excluded := options.excluded(report.layer):
+        return replace(report, check="exclude", reason=excluded), None
     if isinstance(expert, Strange):
         return replace(report, check="lift", reason=expert.reason), None
     spec = replace(expert.spec, training=site.spec.training, device=site.spec.device)
@@ -41,11 +40,9 @@ def _absorb(graph: Graph, site: Site, expert: Site | Strange, options: Options, 
     verdict = policy.decide_shared(spec, target=target, spread=site.layer.ranks is not None, tokens=tokens)
     if not verdict.ok:
         return replace(report, check=verdict.check, reason=verdict.reason), None
-    if (escape := escaping(expert)) is not None:
-        reason = f"`{escape[0].name}` is also read by `{escape[1].name}`, outside of it"
-        return replace(report, check="escape", reason=reason), None
-    if (stopped := obstacle(expert)) is not None:
-        return replace(report, check=stopped[0], reason=stopped[1]), None
+    check, reason = obstacle(expert)
+    if reason:
+        return replace(report, check=check, reason=reason), None
     try:
         _, output = fuse_site(graph, expert, target)
     except Conflict as conflict:

@@ -13,8 +13,8 @@ from torch import Tensor
 import moefuse
 from moefuse.graph.capture import capture
 from moefuse.passes.canonicalize import canonicalize
-from moefuse.passes.fuse import outliving
 from moefuse.passes.lift import explain
+from moefuse.passes.region import outliving
 from moefuse.patterns.engine import Lifted, lift
 from moefuse.patterns.site import Site
 from moefuse.testing import fake_ep_group

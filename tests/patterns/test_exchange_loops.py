@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moefuse.passes.fuse import outliving
 from moefuse.passes.lift import explain
+from moefuse.passes.region import outliving
 from moefuse.testing import fake_ep_group
 from tests.comm.spread_models import Block, ByLoop, ByPieces, ByPiecesOfEach, E, H, tokens
 from tests.patterns.test_exchange import lifted, site_of
