@@ -7,7 +7,7 @@ accepted, and a `LayerReport` for every MoE layer and everything that looks like
 import gc
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -90,9 +90,6 @@ def run(
     Raises RejectedError in mode "on" when a found layer isn't fused, UnprovedError where a rewritten loop
     (`moefuse.frontend`) isn't proved to mean what was written, or isn't fused.
     """
-    import moefuse.ops.mega_moe
-    import moefuse.targets  # noqa: F401  both register what they hold
-
     graph = gm.graph
     result = FuseResult(gm, nodes_before=len(graph.nodes), nodes_after=len(graph.nodes))
     if options.mode == "off":
@@ -133,12 +130,7 @@ def _run(
         comm = plan_comm.plan(graph, forms, options, contact, training)
         result.contexts = comm.contexts
     with _timed(result.seconds, "fuse"), _kept_promise(comm.contexts):
-        # From the last to the first: what a later layer reads may be the very node that an earlier one replaces.
-        for number, candidate in reversed(list(enumerate(candidates))):
-            layer = _treat(graph, candidate, options, comm.agreed[number], result.calls, result.replaced)
-            result.layers.insert(0, layer)
-        result.replaced.reverse()
-        plan_comm.share(graph)
+        _rewrite(graph, candidates, options, comm.agreed, result)
         join(graph, halves)
         if options.mode == "on":
             _demand(result.layers)
@@ -148,12 +140,7 @@ def _run(
         if result.calls:
             if options.verify:
                 result.checker = checker(gm, result.replaced)
-            fused = [
-                c.site for c, layer in zip(candidates, result.layers, strict=True) if c.site and layer.fused
-            ]
-            travelled = set().union(*map(travels, fused))
-            graph.eliminate_dead_code(lambda node: node.is_impure() and node not in travelled)
-            _verify(graph, candidates, result.layers)
+            _remove_regions(graph, candidates, result.layers)
         gm.recompile()
     if record:
         with _timed(result.seconds, "record"):
@@ -162,6 +149,21 @@ def _run(
                 output = next(outputs) if layer.fused else None
                 region, saved = recorder.finish(graph, recording, output)
                 result.layers[i] = replace(layer, region=region, launches_saved=saved)
+
+
+def _rewrite(
+    graph: Graph,
+    candidates: Sequence[Candidate],
+    options: Options,
+    agreed: Mapping[int, Agreed],
+    result: FuseResult,
+) -> None:
+    """A verdict for each candidate, and the rewrite of those that may be fused; their regions stay, as dead code."""
+    # From the last to the first: what a later layer reads may be the very node that an earlier one replaces.
+    for number, candidate in reversed(list(enumerate(candidates))):
+        result.layers.insert(0, _treat(graph, candidate, options, agreed[number], result))
+    result.replaced.reverse()
+    plan_comm.share(graph)
 
 
 @contextmanager
@@ -209,14 +211,9 @@ def _complete(candidate: Candidate, options: Options, training: bool) -> None:
 
 
 def _treat(
-    graph: Graph,
-    candidate: Candidate,
-    options: Options,
-    comm: Agreed,
-    calls: list[Node],
-    replaced: list[list[Pair]],
+    graph: Graph, candidate: Candidate, options: Options, comm: Agreed, result: FuseResult
 ) -> LayerReport:
-    """The verdict on one candidate, and the rewrite if it is yes."""
+    """The verdict on one candidate, and the rewrite if it is yes: noted in `result`."""
     report = LayerReport(
         candidate.layer, False, candidate.node.name, source_of(candidate.node), comm=comm.words
     )
@@ -248,8 +245,8 @@ def _treat(
             raise
         return replace(report, check="emit", reason=conflict.reason)
     beside = absorb(graph, site, options, decision.target)
-    calls.append(call)
-    replaced.append([(site.node, output), *(pair for _, pair in beside if pair is not None)])
+    result.calls.append(call)
+    result.replaced.append([(site.node, output), *(pair for _, pair in beside if pair is not None)])
     return replace(
         report,
         fused=True,
@@ -269,8 +266,14 @@ def _communication(site: Site) -> str:
     return f"rows travel inside the node, over the {ranks.world} ranks of group {ranks.group}; absorbed: {absorbed}"
 
 
-def _verify(graph: Graph, candidates: list[Candidate], layers: list[LayerReport]) -> None:
-    """The graph is well-formed, and no GEMM of a fused layer is left to run a second time."""
+def _remove_regions(graph: Graph, candidates: Sequence[Candidate], layers: Sequence[LayerReport]) -> None:
+    """What fused layers were made of goes, and the collectives that their rows travelled by.
+
+    The graph is well-formed then, and no GEMM of a fused layer is left to run a second time.
+    """
+    fused = [c.site for c, layer in zip(candidates, layers, strict=True) if c.site and layer.fused]
+    travelled = set().union(*map(travels, fused))
+    graph.eliminate_dead_code(lambda node: node.is_impure() and node not in travelled)
     graph.lint()
     left = set(graph.nodes)
     for candidate, layer in zip(candidates, layers, strict=True):
