@@ -32,32 +32,35 @@ def canonicalize(graph: Graph, training: bool) -> int:
     before = len(graph.nodes)
     seen: dict[Hashable, Node] = {}
     for node in list(graph.nodes):
-        if op_name(node) == "aten::detach" and not training:
-            node.replace_all_uses_with(node.all_input_nodes[0])
-            graph.erase_node(node)
         _out_of_place(node)
-        if (source := _sent_to_nobody(node)) is not None:
-            with graph.inserting_before(node):
-                copy = graph.call_function(torch.ops.aten.clone.default, (source,))
-            copy.meta.update(node.meta | {"val": value(source).clone()})
-            node.replace_all_uses_with(copy)
-            graph.erase_node(node)
-            continue
-        if (stacked := _stacked(node)) is not None:
-            node.replace_all_uses_with(stacked)
-            graph.erase_node(node)
-            continue
-        if op_name(node) not in VIEWS:
-            continue
-        returned = any(
-            user.op == "output" for user in node.users
-        )  # `x.view(x.shape)` is another tensor object than x
-        twin = node.args[0] if _changes_nothing(node) and not returned else seen.setdefault(_key(node), node)
-        if twin is not node and isinstance(twin, Node):
-            node.replace_all_uses_with(twin)
+        same = _same(node, seen, training)
+        if same is not node:
+            node.replace_all_uses_with(same)
             graph.erase_node(node)
     graph.eliminate_dead_code()
     return before - len(graph.nodes)
+
+
+def _same(node: Node, seen: dict[Hashable, Node], training: bool) -> Node:
+    """The node whose elements these are: an earlier one, a copy that is made here, or the node itself.
+
+    seen: the views met so far, by what they are of.
+    """
+    if op_name(node) == "aten::detach" and not training:
+        return node.all_input_nodes[0]
+    if (source := _sent_to_nobody(node)) is not None:
+        with node.graph.inserting_before(node):
+            copy = node.graph.call_function(torch.ops.aten.clone.default, (source,))
+        copy.meta.update(node.meta | {"val": value(source).clone()})
+        return copy
+    if (stacked := _stacked(node)) is not None:
+        return stacked
+    if op_name(node) not in VIEWS:
+        return node
+    # What is returned stays: `x.view(x.shape)` is another tensor object than x.
+    if _changes_nothing(node) and all(user.op != "output" for user in node.users):
+        return node.all_input_nodes[0]
+    return seen.setdefault(_key(node), node)
 
 
 def _out_of_place(node: Node) -> None:

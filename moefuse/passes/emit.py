@@ -55,9 +55,8 @@ class Emitter:
         self.made.append(node)
         node.meta.update({key: self.anchor.meta[key] for key in INHERITED_META if key in self.anchor.meta})
         fake_args, fake_kwargs = torch.fx.map_arg((args, kwargs), value)
-        with (
-            getattr(value(self.anchor), "fake_mode", None) or nullcontext()
-        ):  # a call without tensors needs it
+        # a call without tensors needs the mode
+        with getattr(value(self.anchor), "fake_mode", None) or nullcontext():
             node.meta["val"] = target(*fake_args, **fake_kwargs)
         return node
 
@@ -193,11 +192,11 @@ class Emitter:
     def weights(self, factors: Sequence[Expr], ids: Node, layout: Dims, dtype: torch.dtype) -> Node:
         """The product of all routing weights as [T, K] in `dtype`; ones where the model has none."""
         nodes = [self.tensor(factor, layout) for factor in factors]
-        constant = 1.0
+        factor = 1.0
         result: Node | None = None
         for node in nodes:
             if not isinstance(node, Node):
-                constant *= node
+                factor *= node
             elif result is not None:
                 result = self.call(aten.mul.Tensor, result, node)
             else:
@@ -205,7 +204,7 @@ class Emitter:
                 result = node if wide else self.call(aten._to_copy.default, node, dtype=dtype)
         full = [group_size(group) for group in layout]
         if result is None:
-            return self.call(aten.full_like.default, ids, constant, dtype=dtype)
+            return self.call(aten.full_like.default, ids, factor, dtype=dtype)
         if not all(sizes.same(a, b) for a, b in zip(value(result).shape, full, strict=True)):
             result = self.call(aten.mul.Tensor, result, self.call(aten.ones_like.default, ids, dtype=dtype))
-        return result if constant == 1.0 else self.call(aten.mul.Scalar, result, constant)
+        return result if factor == 1.0 else self.call(aten.mul.Scalar, result, factor)

@@ -116,18 +116,15 @@ def _size(emitter: Emitter, expr: sympy.Basic) -> Node | int:
 
 def _goes(size: Node, region: set[Node], counts: Counts) -> bool:
     """True for a size that only the rows themselves read, or assertions that hold anyway."""
-    return all(
-        user in region
-        or (
-            (
-                counts.holds(user)
-                if op_name(user) == "aten::_assert_scalar"
-                else not isinstance(value(user), torch.Tensor)
-            )
-            and _goes(user, region, counts)
-        )
-        for user in size.users
-    )
+
+    def gone(user: Node) -> bool:
+        if user in region:
+            return True
+        asserts = op_name(user) == "aten::_assert_scalar"
+        harmless = counts.holds(user) if asserts else not isinstance(value(user), torch.Tensor)
+        return harmless and _goes(user, region, counts)
+
+    return all(map(gone, size.users))
 
 
 def _drop_size_asserts(graph: Graph, counts: Counts) -> None:
@@ -152,37 +149,19 @@ def restack(tensors: list[Node], experts: int) -> list[Node]:
 
 
 def _call(emitter: Emitter, site: Site, target: str, context: str) -> Node:
+    """The node itself: the overload that the layer needs, its operands and its constants."""
     spec, layer = site.spec, site.layer
     local = spec.num_experts // spec.ep_world_size
-    operator, where = torch.ops.moefuse.mega_moe.default, None
-    if layer.ranks is not None:
-        operator = torch.ops.moefuse.mega_moe.ep
-        where = emitter.call(torch.ops.moefuse.ep_context.default, context)
+    where = None if layer.ranks is None else emitter.call(torch.ops.moefuse.ep_context.default, context)
     slots: Dims = (layer.tokens, layer.slots)
     inner = frozenset(layer.inner)
     x = emitter.tensor(layer.x, (layer.tokens, layer.hidden))
-    ids = emitter.tensor(layer.ids, slots)
-    if not isinstance(ids, Node):  # every token goes to this one expert
-        tokens = value(x).shape[0]
-        rows = tokens if isinstance(tokens, int) else emitter.call(aten.sym_size.int, x, 0)
-        ids = emitter.call(
-            aten.new_full.default, x, [rows, group_size(layer.slots)], int(ids), dtype=torch.int64
-        )
-    if value(ids).dtype not in (torch.int32, torch.int64):
-        ids = emitter.call(aten._to_copy.default, ids, dtype=torch.int64)
-    if layer.first:
-        ids = emitter.call(aten.sub.Scalar, ids, layer.first)
-    if (
-        layer.ranks is None
-        and not spec.ids_checked
-        and any(at.wraps for leaf in layer.weight2 for at in leaf.selectors)
-    ):
-        # The model's own weight[ids] counts negative ids from the end; the node would skip them.
-        below = emitter.call(aten.lt.Scalar, ids, 0)
-        ids = emitter.call(aten.where.self, below, emitter.call(aten.add.Scalar, ids, spec.num_experts), ids)
-    weights = emitter.weights(layer.weights, ids, slots, spec.router_dtype)
+    ids = _ids(emitter, site, x)
     operands = (
-        *(where, x, ids, weights),
+        where,
+        x,
+        ids,
+        emitter.weights(layer.weights, ids, slots, spec.router_dtype),
         restack([_weight(emitter, layer, leaf, layer.contracted(leaf)) for leaf in layer.weight1], local),
         restack([_weight(emitter, layer, leaf, inner) for leaf in layer.weight2], local),
         restack([emitter.bias(leaf) for leaf in layer.bias1], local),
@@ -203,8 +182,9 @@ def _call(emitter: Emitter, site: Site, target: str, context: str) -> Node:
     }
     if layer.quant is not None:
         return _quant_call(emitter, layer.quant, spec, operands, {**constants, "target": target})
+    overloads = torch.ops.moefuse.mega_moe
     call = emitter.call(
-        operator,
+        overloads.default if where is None else overloads.ep,
         *operands,
         emitter.one_tensor(restack([emitter.bias(leaf) for leaf in layer.row_scale], local)),
         **constants,
@@ -218,6 +198,27 @@ def _call(emitter: Emitter, site: Site, target: str, context: str) -> Node:
         # as AOTAutograd does with collectives: what it runs again in the backward pass hangs on sizes of this rank
         call.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
     return call
+
+
+def _ids(emitter: Emitter, site: Site, x: Node) -> Node:
+    """topk_ids [T, K] as the node takes them: integers, counted from the layer's own first expert."""
+    spec, layer = site.spec, site.layer
+    ids = emitter.tensor(layer.ids, (layer.tokens, layer.slots))
+    if not isinstance(ids, Node):  # every token goes to this one expert
+        tokens = value(x).shape[0]
+        rows = tokens if isinstance(tokens, int) else emitter.call(aten.sym_size.int, x, 0)
+        shape = [rows, group_size(layer.slots)]
+        ids = emitter.call(aten.new_full.default, x, shape, int(ids), dtype=torch.int64)
+    if value(ids).dtype not in (torch.int32, torch.int64):
+        ids = emitter.call(aten._to_copy.default, ids, dtype=torch.int64)
+    if layer.first:
+        ids = emitter.call(aten.sub.Scalar, ids, layer.first)
+    wraps = any(at.wraps for leaf in layer.weight2 for at in leaf.selectors)
+    if wraps and layer.ranks is None and not spec.ids_checked:
+        # The model's own weight[ids] counts negative ids from the end; the node would skip them.
+        below = emitter.call(aten.lt.Scalar, ids, 0)
+        ids = emitter.call(aten.where.self, below, emitter.call(aten.add.Scalar, ids, spec.num_experts), ids)
+    return ids
 
 
 def _weight(emitter: Emitter, layer: Layer, leaf: Leaf, contracted: frozenset[Axis]) -> Node:
