@@ -321,9 +321,8 @@ def _per_layer(values: list[Any], layers: int) -> list[Any]:
     """A per-layer list for fewer layers: MoE where it says dense or sparse, else each kind in turn."""
     kinds = ["sparse"] if "sparse" in values else list(dict.fromkeys(values))
     if kinds == ["linear_attention"]:
-        kinds.append(
-            "full_attention"
-        )  # a hybrid whose attention is left to the user: it has no cache without any
+        # a hybrid whose attention is left to the user: it has no cache without any
+        kinds.append("full_attention")
     return [kinds[i % len(kinds)] for i in range(layers)]
 
 

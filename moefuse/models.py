@@ -134,9 +134,8 @@ def on_meta(
     own = getattr(config, "dtype", None)
     chosen = dtype or (own if isinstance(own, torch.dtype) else torch.float32)
     with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # that weights on the meta device can't be initialised: nobody reads them
+        # about weights on the meta device, which can't be initialised: nobody reads them
+        warnings.simplefilter("ignore")
         model = hf.instantiate(config, chosen, experts_implementation).eval()
     inputs = hf.inputs(model, tokens=tokens)
     return Loaded(

@@ -156,9 +156,8 @@ def test_experts_shared_by_layers() -> None:
 def test_parameters_tied_across_layers_and_to_other_tensors() -> None:
     model = Model()
     model.layers[1].experts.w1 = model.layers[0].experts.w1  # one parameter, two layers
-    model.layers[1].experts.w2 = nn.Parameter(
-        model.layers[0].experts.w2.detach(), requires_grad=False
-    )  # one memory
+    # one memory
+    model.layers[1].experts.w2 = nn.Parameter(model.layers[0].experts.w2.detach(), requires_grad=False)
     check(model, X, fused=2)
     with torch.no_grad():
         model.layers[0].experts.w2.mul_(-1)

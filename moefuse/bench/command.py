@@ -123,9 +123,8 @@ def _measure_layers(wanted: Wanted, json_file: Path | None, plot: Path | None) -
         for row in run.rows(wanted, starts):
             rows.append(row)
             done()
-            _write(
-                json_file, show.data(run.machine(), absent, rows, ())
-            )  # an interrupted run keeps what it has
+            # an interrupted run keeps what it has
+            _write(json_file, show.data(run.machine(), absent, rows, ()))
     out = _console()
     out.print(_said(run.machine()), markup=False)
     out.print(show.table(rows))

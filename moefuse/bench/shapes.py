@@ -127,9 +127,8 @@ def inputs(layer: Layer, tokens: int, routing: str) -> tuple[Tensor, Tensor, Ten
     """x [T, H], topk_ids [T, K] int64 and topk_weights [T, K] in the layer's dtype."""
     x = torch.randn(tokens, layer.shape.hidden).to(layer.dtype)
     logits = torch.rand(tokens, layer.shape.experts)
-    if (
-        routing == "zipf"
-    ):  # Gumbel's trick: the top k are drawn without replacement, expert e with weight 1 / e
+    # Gumbel's trick: the top k are drawn without replacement, expert e with weight 1 / e
+    if routing == "zipf":
         gumbel = -(-logits.clamp(1e-6, 1 - 1e-6).log()).log()
         logits = gumbel - torch.arange(1, layer.shape.experts + 1).log()
     weights, ids = logits.softmax(-1).topk(layer.shape.top_k)

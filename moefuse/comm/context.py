@@ -229,12 +229,10 @@ def resolve(tensor: Tensor) -> CommContext:
 
 _Contexts = dict[tuple[Capacity, str, str, float], CommContext]
 _groups: "weakref.WeakKeyDictionary[Any, _Contexts]" = weakref.WeakKeyDictionary()
-_attempts: dict[
-    str, Iterator[int]
-] = {}  # by the group's name, which a new group of the same store may have again
-_making = (
-    threading.RLock()
-)  # collective: contexts are made one after another, in the order in which they are asked for
+# by the group's name, which a new group of the same store may have again
+_attempts: dict[str, Iterator[int]] = {}
+# collective: contexts are made one after another, in the order in which they are asked for
+_making = threading.RLock()
 
 
 def context_for(

@@ -27,9 +27,8 @@ _MAGIC = 0x6D6F65667573652E  # "moefuse."
 _VERSION = 1
 _REASON, _REASON_BYTES = 512, 1024
 
-_names: set[str] = (
-    set()
-)  # windows of this process: opening one of them anew and closing it would drop its lock
+# windows of this process: opening one of them anew and closing it would drop its lock
+_names: set[str] = set()
 _names_lock = threading.Lock()
 _fence = threading.Lock()
 

@@ -62,9 +62,8 @@ def _statement(node: ast.stmt, after: Names, again: Names, found: dict[ast.For, 
         return loads(node)
     if isinstance(node, ast.Continue | ast.Break):
         return again
-    live = (
-        after | again | loads(node)
-    )  # while, try, match, ...: both what follows and all that is read inside
+    # while, try, match, ...: both what follows and all that is read inside
+    live = after | again | loads(node)
     for child in ast.walk(node):
         if isinstance(child, ast.For) and child is not node:
             found[child] = Live(live, live)

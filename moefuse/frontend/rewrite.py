@@ -49,9 +49,8 @@ def rewrite(
         return None
     from torch._dynamo.eval_frame import skip_code
 
-    skip_code(
-        runtime.bincount.__code__
-    )  # by itself, where Dynamo leaves the caller to Python, it says nothing
+    # by itself, where Dynamo leaves the caller to Python, it says nothing
+    skip_code(runtime.bincount.__code__)
     for loop in found:
         loop.number = number(source, loop)
     definition = _Rewriter(found, source.definition).visit(source.definition)

@@ -40,17 +40,15 @@ def read_locally(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[list[Any], 
     news = local(inputs)
     for i in changed:
         if isinstance(inputs[i], torch.nn.Parameter) and news[i].is_leaf:
-            news[i] = torch.nn.Parameter(
-                news[i], requires_grad=news[i].requires_grad
-            )  # it is a weight all the same
+            # it is a weight all the same
+            news[i] = torch.nn.Parameter(news[i], requires_grad=news[i].requires_grad)
     return news, lambda run: lambda *args: run(*local(args))
 
 
 def _only_local(node: fx.Node, value: Any) -> bool:
     """True for a DTensor whose every use is `to_local()`."""
-    distributed = sys.modules.get(
-        "torch.distributed.tensor"
-    )  # heavy, and there if somebody has such a tensor
+    # heavy, and there if somebody has such a tensor
+    distributed = sys.modules.get("torch.distributed.tensor")
     if distributed is None or not isinstance(value, distributed.DTensor) or not node.users:
         return False
     return all(

@@ -37,9 +37,8 @@ def _checked(
     tensors: tuple[Any, ...], constants: dict[str, Any]
 ) -> tuple[Operands, Options, Quantisation, int]:
     """The arguments as values, and O."""
-    lists = [
-        tensor or () for tensor in tensors[3:]
-    ]  # AOTInductor's runtime hands over None for an empty list
+    # AOTInductor's runtime hands over None for an empty list
+    lists = [tensor or () for tensor in tensors[3:]]
     scheme, hidden, rows = (constants.pop(name, None) for name in ("quant", "hidden_dtype", "rows_dtype"))
     quantisation = Quantisation(scheme, lists[4], lists[5], lists[6], lists[7], hidden, rows)
     operands, options = Operands(*tensors[:3], *lists[:4]), Options(**constants)

@@ -72,9 +72,8 @@ def assemble(lift: Lifting, node: Node, expr: Expr, dims: Dims) -> Site:
     if isinstance(expr, Sum):
         layer = layer_of(lift, expr.body, expr.over, dims)
         return Site(node, dims, layer, expr.base, expr.terms, lift.counts)
-    return Site(
-        node, dims, layer_of(lift, expr, (), dims), counts=lift.counts
-    )  # one slot per token needs no sum
+    # one slot per token needs no sum
+    return Site(node, dims, layer_of(lift, expr, (), dims), counts=lift.counts)
 
 
 def _demand_no_drops(layer: Layer) -> None:

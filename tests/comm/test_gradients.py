@@ -30,12 +30,8 @@ def every_case(rank: int, world: int, transport: str) -> None:
         for counts in TOKENS[world][: None if top_k == 2 else 2]:
             check(layer, rank, counts, transport)
     layer = spread(20, top_k=2, **WIDE)
-    for ids in (
-        [EXPERTS - 1] * 2,
-        [0, 1],
-        [-1, EXPERTS],
-        [-(2**40), 3],
-    ):  # one expert, one rank, nobody, half
+    # one expert, one rank, nobody, half
+    for ids in ([EXPERTS - 1] * 2, [0, 1], [-1, EXPERTS], [-(2**40), 3]):
         check(layer, rank, TOKENS[world][0], transport, torch.tensor([ids]))
     for seed, layout in enumerate(LAYOUTS):
         for target in ("reference", "cpu"):

@@ -19,9 +19,8 @@ def check(program: Program, dynamic: bool) -> None:
     expected = 1 if program.fusable else None
     try:
         report = rewrite_and_compare(captured.graph_module, captured.inputs, expect_fused=expected).report
-        if (
-            expected and program.shared != "none" and program.norm == "none"
-        ):  # one slot's norm may stay outside
+        # one slot's norm may stay outside
+        if expected and program.shared != "none" and program.norm == "none":
             assert [[expert.fused for expert in site.shared] for site in report.sites] == [[True]], str(
                 report
             )

@@ -198,9 +198,8 @@ def test_the_fused_first_product(number: int) -> None:
         a = [g / (1 + math.exp(-g)) * u for g, u in zip(h[:64], h[64:], strict=True)]
         for j in range(0, 64, 32):
             largest = max(abs(v) for v in a[j : j + 32])
-            for k in range(
-                j, j + 32
-            ):  # rounded, or cut off at the largest element, an eighth or a quarter less
+            # rounded, or cut off at the largest element, an eighth or a quarter less
+            for k in range(j, j + 32):
                 assert abs(got[i][k] - a[k]) <= max(step * abs(a[k]), least * largest)
 
 

@@ -46,10 +46,8 @@ def test_a_sequence_becomes_one_node(name: str) -> None:
     assert (spec.quant, spec.activation, spec.gate_up) == (case.scheme, case.activation, "concat")
     assert (spec.num_experts, spec.top_k, spec.hidden, spec.intermediate) == (E, K, H, I)
     assert spec.weight_scale_groups == (H // 32, I // 32)
-    assert (spec.transpose_weight1, spec.transpose_weight2) == (
-        True,
-        True,
-    )  # as they lie, whatever turns them
+    # as they lie, whatever turns them
+    assert (spec.transpose_weight1, spec.transpose_weight2) == (True, True)
     (node,) = (node for node in result.graph_module.graph.nodes if "mega_moe" in str(node.target))
     own = [argument.meta["val"] for i in (4, 5, 8, 9) for argument in node.args[i]]
     assert all(tensor.is_contiguous() for tensor in own)

@@ -119,7 +119,5 @@ def test_two_ranks_fuse_it() -> None:
         for (shell, scheme), (fused, unfused, loop) in zip(TOGETHER, found, strict=True):
             assert fused == 1, (shell, scheme)
             assert unfused < 1e-2, (shell, scheme)  # bfloat16, rounded in other places
-            assert loop < 1.5 * LOOP, (
-                shell,
-                scheme,
-            )  # float8 is rounded to four bits, of bfloat16 rounded before
+            # float8 is rounded to four bits, of bfloat16 rounded before
+            assert loop < 1.5 * LOOP, (shell, scheme)

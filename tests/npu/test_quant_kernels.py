@@ -71,9 +71,8 @@ def test_the_usual_assist_makes_the_w4a8_product_whole() -> None:
     ones = torch.ones(5)
     y = gmm(rows, packed(weight), scale=[scale], per_token_scale=[ones], bias=[assist], output_dtype=FLOAT32)
     want = torch.stack([rows[i].double() @ weight[e].double() * scale[e] for i, e in enumerate(OF_ROW)])
-    torch.testing.assert_close(
-        y.double(), want, rtol=1e-5, atol=1e-4
-    )  # float32, and an assist of float32 sums
+    # float32, and an assist of float32 sums
+    torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=1e-4)
 
 
 def test_w4a4() -> None:

@@ -69,9 +69,10 @@ def test_one_graph_for_every_token_count(name: str) -> None:
     assert fused.report.fused == 1, fused.report
     for tokens in (0, 1, 9):
         inputs = operands(tokens)
+        # bfloat16 has eight bits; both sides round their intermediate values
         torch.testing.assert_close(
             fused.graph_module(*inputs)[0], SEQUENCES[name](*inputs), rtol=2e-2, atol=2e-2
-        )  # bfloat16 has eight bits; both sides round their intermediate values
+        )
 
 
 def test_two_layers() -> None:

@@ -126,9 +126,8 @@ def two_ranks(rank: int, world: int) -> list[tuple[int, float, float]]:
             run = torch.compile(layer, backend="moefuse", options=options)
             got = run(*mine, *(tensor[own] for tensor in tensors))
         fused, loop = moefuse.reports()[-1].fused, by_slots(scheme, *mine, *tensors)
-        y = (
-            got[:, 1].double() - mine[0].double() if shell is shells.mc2_and_norm else got
-        )  # without the residual
+        # without the residual
+        y = got[:, 1].double() - mine[0].double() if shell is shells.mc2_and_norm else got
         found.append((fused, off(got, want), off(y, loop)))
     return found
 

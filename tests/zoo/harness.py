@@ -181,9 +181,8 @@ def _measure(
         inputs.append(used.inputs)
     assert used is not None
     cell.graphs = _graphs() - graphs
-    cell.nodes = sum(
-        call.kwargs["num_experts"] > 1 for call in used.calls
-    )  # a shared expert is a node of one
+    # a shared expert is a node of one
+    cell.nodes = sum(call.kwargs["num_experts"] > 1 for call in used.calls)
     if cell.nodes != layers:
         cell.failures.append(f"{cell.nodes} mega_moe nodes for {layers} layers")
     if cell.unfused_graphs is not None and cell.graphs != cell.unfused_graphs:

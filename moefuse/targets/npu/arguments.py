@@ -59,9 +59,8 @@ def arguments(
     }
     if (rows := rows_of(context, tokens, family)) != tokens:
         tensors |= _filled_up(tensors, tokens, rows, operands.topk_ids.shape[1])
-        if (
-            family not in UNIFORM_FAMILIES
-        ):  # which take no mask: the one row of an empty shard is computed, and counted
+        # the others take no mask: the one row of an empty shard is computed, and counted
+        if family not in UNIFORM_FAMILIES:
             del tensors["x_active_mask"]
     tensors["y"] = x.new_empty((rows, x.shape[1]))
     tensors["expert_token_nums"] = x.new_empty((options.local_experts,), dtype=torch.int32)
@@ -111,9 +110,8 @@ def rows_of(context: NpuContext, tokens: int, family: str) -> int:
     """Rows that are handed over: one at least, and the most that any rank has where all must have as many."""
     if family in UNIFORM_FAMILIES and not context.uniform_tokens:
         return context.sizes.num_max_tokens_per_rank
-    return (
-        1 if isinstance(tokens, int) and tokens == 0 else tokens
-    )  # a symbol is of a graph for 2 tokens or more
+    # a symbol is of a graph for 2 tokens or more
+    return 1 if isinstance(tokens, int) and tokens == 0 else tokens
 
 
 def _filled_up(given: dict[str, Tensor], tokens: int, rows: int, top_k: int) -> dict[str, Tensor]:

@@ -216,9 +216,8 @@ def _remember(context: NpuContext) -> NpuContext:
         raise NpuContextError(
             f"sizes: this context is in use for {known.sizes}, got {context.sizes}: one for each, or one size for all"
         )
-    torch._dynamo.mark_static_address(
-        context.tensor
-    )  # a graph compiler mustn't copy what is found by its address
+    # a graph compiler mustn't copy what is found by its address
+    torch._dynamo.mark_static_address(context.tensor)
     _open[context.tensor.data_ptr()] = context
     return context
 

@@ -75,9 +75,8 @@ def init_routing(
     ids, order = expert_idx.flatten().sort(stable=True)
     source = row_idx.flatten()[order]
     numbers = torch.arange(ids.numel(), dtype=source.dtype)
-    position = torch.full_like(source, -1).scatter(
-        0, source.long(), numbers
-    )  # -1: of row ids that aren't there
+    # -1: of row ids that aren't there
+    position = torch.full_like(source, -1).scatter(0, source.long(), numbers)
     return x[source[: min(active_num, tokens) * k] % tokens], position, ids
 
 

@@ -77,9 +77,8 @@ def _kernel(operator: Any) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu":
-            return operator(
-                *pytree.tree_map_only(Tensor, host_view, args), **kwargs
-            )  # a copy to the host waits
+            # a copy to the host waits
+            return operator(*pytree.tree_map_only(Tensor, host_view, args), **kwargs)
         results = args[mutable.index(True)] if any(mutable) else _outputs(operator, args, kwargs)
         cpu_args, cpu_kwargs = pytree.tree_map_only(Tensor, host_view, (args, _on_cpu(kwargs)))
         into = None if any(mutable) else pytree.tree_map_only(Tensor, host_view, results)

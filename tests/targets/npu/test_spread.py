@@ -137,10 +137,8 @@ def test_the_report_names_the_memory_of_copies(target: NpuTarget, group: None) -
     target.tell(copy_weights=True)
     result = planned(Layer(transposed=True))
     (layer,) = result.layers
-    assert (layer.fused, layer.copied) == (
-        True,
-        E // W * H * I * 2,
-    )  # the second weight of this rank's experts
+    # the second weight of this rank's experts
+    assert (layer.fused, layer.copied) == (True, E // W * H * I * 2)
     report = Report((GraphReport(0, (layer,)),))
     assert "copies of its weights, made once: up to 4.0 MiB" in str(report)
     quantised = replace(SPEC, quant="w4a8", expert_dtype=torch.int32, has_bias1=True, has_bias2=True)
