@@ -6,9 +6,11 @@ holds every check's answer, its reason in words and the facts it read.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
 from moefuse.ops.spec import MoeSpec
+
+Extended = TypeVar("Extended", bound=MoeSpec)
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,11 @@ class Verdict:
         """A refusal by one check."""
         result = CheckResult(check, False, reason, facts)
         return Verdict(False, check, reason, facts, (result,))
+
+
+def extended(kind: type[Extended], spec: MoeSpec, **more: Any) -> Extended:
+    """A layer as a kind of spec with more fields, of which checks may then ask."""
+    return kind(**{field.name: getattr(spec, field.name) for field in fields(MoeSpec)}, **more)
 
 
 def judge(spec: MoeSpec, checks: Sequence[Check]) -> Verdict:

@@ -6,14 +6,14 @@ addresses), so no verdict can depend on it. What the operator accepts is data: `
 """
 
 import functools
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from moefuse.ops.quantised import BLOCKS
 from moefuse.ops.spec import MoeSpec
-from moefuse.policy.check import Check, Verdict, judge
+from moefuse.policy.check import Check, Verdict, extended, judge
 from moefuse.policy.npu_buffer import MIB, Traffic, combine_bytes, required_bytes
 from moefuse.policy.npu_limits import (
     COMBINE,
@@ -73,8 +73,7 @@ class NpuLayer(MoeSpec):
     @staticmethod
     def of(spec: MoeSpec, conditions: Conditions) -> "NpuLayer":
         """Join both."""
-        own = {field.name: getattr(spec, field.name) for field in fields(MoeSpec)}
-        return NpuLayer(**own, conditions=conditions)
+        return extended(NpuLayer, spec, conditions=conditions)
 
     @property
     def family(self) -> str:

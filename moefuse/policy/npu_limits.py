@@ -1,6 +1,6 @@
 """The limits of aclnnMegaMoe as values, read from `npu_limits.toml`.
 
-In: that file. Out: `limits(revision, soc)`, `SCHEMES`, `family_of(soc)`, and the table that the docs and `moefuse
+In: that file. Out: `limits(revision, family)`, `schemes()`, `family_of(soc)`, and the table that the docs and `moefuse
 doctor --ascend` print.
 """
 

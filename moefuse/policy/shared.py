@@ -5,12 +5,12 @@ after those of the target. Where the answer is no the inner compiler computes it
 between ranks in it, so ranks need not decide alike, and it may ask for the tokens.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
 from moefuse.ops.spec import MoeSpec
-from moefuse.policy.check import Check
+from moefuse.policy.check import Check, extended
 
 TARGETS = ("cpu", "reference")
 """Targets to which one expert for all tokens is a layer like any other."""
@@ -30,8 +30,7 @@ class SharedExpert(MoeSpec):
     @staticmethod
     def of(spec: MoeSpec, target: str, spread: bool, tokens: int | None) -> "SharedExpert":
         """The expert as these checks read it."""
-        values = {field.name: getattr(spec, field.name) for field in fields(MoeSpec)}
-        return SharedExpert(**values, target=target, spread=spread, tokens=tokens)
+        return extended(SharedExpert, spec, target=target, spread=spread, tokens=tokens)
 
 
 CHECKS = (

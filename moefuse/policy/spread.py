@@ -4,12 +4,12 @@ In: a `MoeSpec` and the options that say where and how much. Out: `CHECKS`, afte
 judged is equal on every rank: sizes and options, never a rank's own tokens.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from moefuse.comm import Capacity, ContextError
 from moefuse.ops.spec import MoeSpec
-from moefuse.policy.check import Check
+from moefuse.policy.check import Check, extended
 
 TARGETS = ("cpu", "npu", "reference")
 """Targets that can: rows travel as the context says, the npu target exchanges them itself."""
@@ -41,8 +41,7 @@ class SpreadLayer(MoeSpec):
     @staticmethod
     def of(spec: MoeSpec, target: str, terms: Terms) -> "SpreadLayer":
         """The layer as these checks read it."""
-        values = {field.name: getattr(spec, field.name) for field in fields(MoeSpec)}
-        return SpreadLayer(**values, target=target, **terms._asdict())
+        return extended(SpreadLayer, spec, target=target, **terms._asdict())
 
     def capacity(self) -> Capacity:
         """What the layer's context must hold. Raises ContextError for what none can hold."""
