@@ -14,6 +14,7 @@ from moefuse.frontend.breaks import SWITCHED, breaks_noted, condition_of
 from moefuse.frontend.lifter import refusals
 from moefuse.graph.capture import capture
 from moefuse.graph.local import read_locally
+from moefuse.graph.source import example_of
 from moefuse.onegraph import FrontEnd, uncompiled
 from moefuse.options import Options
 from moefuse.passes import pipeline
@@ -145,9 +146,9 @@ def _dumped(gm: GraphModule, stage: str, options: Options) -> None:
 def _recorded_inputs(gm: GraphModule) -> list[Any]:
     inputs = []
     for node in gm.graph.find_nodes(op="placeholder"):
-        if "val" not in node.meta and "example_value" not in node.meta:
+        if node.meta.keys().isdisjoint(("val", "example_value")):
             raise ValueError(
                 f"example_inputs: placeholder {node.name!r} has no recorded value; give one per placeholder"
             )
-        inputs.append(node.meta.get("val", node.meta.get("example_value")))
+        inputs.append(example_of(node))
     return inputs

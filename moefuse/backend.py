@@ -30,6 +30,7 @@ from moefuse.graph.capture import CaptureError, capture, is_control_flow
 from moefuse.graph.desugar import Desugared, desugared
 from moefuse.graph.dump import show
 from moefuse.graph.local import read_locally
+from moefuse.graph.source import example_of
 from moefuse.inner import choose, compile_inner
 from moefuse.ops import loop_markers
 from moefuse.options import OptionError, Options
@@ -301,12 +302,12 @@ def _routes(node: Node) -> bool:
 
 
 def _is_stack(node: Node) -> bool:
-    val = node.meta.get("example_value", node.meta.get("val"))
+    val = example_of(node)
     return node.op == "placeholder" and isinstance(val, torch.nn.Parameter) and val.dim() == 3
 
 
 def _is_index(node: Node) -> bool:
-    val = node.meta.get("example_value", node.meta.get("val"))
+    val = example_of(node)
     return isinstance(val, torch.Tensor) and not val.is_floating_point()
 
 

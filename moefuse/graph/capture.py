@@ -14,6 +14,7 @@ become `aten.copy_` nodes at the end. Everything else that can't be told apart a
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from moefuse.graph.interpret import CaptureError, EagerInterpreter
+from moefuse.graph.source import example_of
 
 __all__ = ["CaptureError", "Captured", "capture", "is_control_flow"]
 
@@ -84,8 +86,7 @@ def fake_mode_of(placeholders: Sequence[fx.Node], inputs: Sequence[Any]) -> Fake
     context = TracingContext.try_get()
     if context is not None and context.fake_mode is not None:
         return context.fake_mode
-    values = [node.meta.get("example_value", node.meta.get("val")) for node in placeholders]
-    mode = detect_fake_mode(values)
+    mode = detect_fake_mode([example_of(node) for node in placeholders])
     if mode is not None:
         return mode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -95,7 +96,7 @@ def fake_mode_of(placeholders: Sequence[fx.Node], inputs: Sequence[Any]) -> Fake
 
 def fake_of(mode: FakeTensorMode, node: fx.Node, value: Any) -> Any:
     """The fake of one input, as AOTAutograd will make it: a later trace then reuses it."""
-    recorded = node.meta.get("example_value", node.meta.get("val"))
+    recorded = example_of(node)
     if not isinstance(value, torch.Tensor):
         return recorded if isinstance(recorded, (torch.SymInt, torch.SymFloat)) else value
     if isinstance(value, FakeTensor) and value.fake_mode is mode:
@@ -123,17 +124,10 @@ class _Attributes:
         found: dict[str, torch.Tensor] = dict(gm.named_parameters(remove_duplicate=False))
         found.update(gm.named_buffers(remove_duplicate=False))
         for node in gm.graph.find_nodes(op="get_attr"):
-            value = _resolve(gm, str(node.target))
+            value = operator.attrgetter(str(node.target))(gm)
             if isinstance(value, torch.Tensor):
                 found.setdefault(str(node.target), value)
         return _Attributes(list(found), list(found.values()))
-
-
-def _resolve(root: torch.nn.Module, path: str) -> Any:
-    value: Any = root
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
 
 
 class _Capture:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from moefuse.graph.source import code_of, layer_of, source_of
+from moefuse.graph.source import code_of, example_of, layer_of, source_of
 
 if TYPE_CHECKING:
     import networkx
@@ -38,7 +38,8 @@ def to_text(gm: fx.GraphModule) -> str:
         if node.op == "output":
             lines.append(f"return {_show(node.args[0])}")
             continue
-        value = f" : {_value_text(node)}" if _value(node) is not None else ""
+        example = example_of(node)
+        value = "" if example is None else f" : {show_value(example)}"
         origin = " @ ".join(part for part in (layer_of(node), source_of(node)) if part)
         lines.append(f"%{node.name}{value} = {_call_text(node)}" + (f"  # {origin}" if origin else ""))
     text = "\n".join(lines) + "\n"
@@ -112,7 +113,8 @@ def to_dot(gm: fx.GraphModule) -> str:
     layers: dict[str, Any] = {}
     for node in gm.graph.nodes:
         target = target_name(node.target)
-        label = f"{node.name}\n{target}\n{_value_text(node)}" if _value(node) is not None else node.name
+        example = example_of(node)
+        label = node.name if example is None else f"{node.name}\n{target}\n{show_value(example)}"
         look = {"style": "filled", "fillcolor": "orange"} if target.startswith(_FUSED) else {}
         layer = "" if node.op in ("placeholder", "get_attr") else layer_of(node)
         if layer and layer not in layers:
@@ -193,38 +195,21 @@ def write_dump(directory: str | Path, index: int, stage: str, gm: fx.GraphModule
 
 def _subgraphs(gm: fx.GraphModule) -> dict[str, fx.GraphModule]:
     """Graph modules that the graph's `get_attr` nodes name, in graph order."""
-    found = {}
-    for node in gm.graph.find_nodes(op="get_attr"):
-        value = _attribute(gm, str(node.target))
-        if isinstance(value, fx.GraphModule):
-            found[str(node.target)] = value
-    return found
-
-
-def _attribute(module: Any, path: str) -> Any:
-    for name in path.split("."):
-        module = getattr(module, name, None)
-    return module
-
-
-def _value(node: fx.Node) -> Any:
-    return node.meta.get("val", node.meta.get("example_value"))
+    modules = dict(gm.named_modules(remove_duplicate=False))
+    names = (str(node.target) for node in gm.graph.find_nodes(op="get_attr"))
+    return {name: found for name in names if isinstance(found := modules.get(name), fx.GraphModule)}
 
 
 def _shape(node: fx.Node) -> list[int | str] | None:
-    value = _value(node)
+    value = example_of(node)
     if not isinstance(value, torch.Tensor):
         return None
     return [size if isinstance(size, int) else str(size) for size in value.shape]
 
 
 def _dtype(node: fx.Node) -> str | None:
-    value = _value(node)
+    value = example_of(node)
     return str(value.dtype).removeprefix("torch.") if isinstance(value, torch.Tensor) else None
-
-
-def _value_text(node: fx.Node) -> str:
-    return show_value(_value(node))
 
 
 def show_value(value: Any) -> str:

@@ -1,7 +1,7 @@
-"""Where a graph node comes from: its module path and its line in the user's code.
+"""What a tracer left on a graph node: its module path, its line in the user's code, its value.
 
-In: FX nodes with the metadata that Dynamo or torch.export left on them. Out: `model.layers.0.mlp.experts`,
-`file:line` and the source text of that line; "" wherever the metadata doesn't say.
+In: FX nodes with the metadata of Dynamo or torch.export. Out: `model.layers.0.mlp.experts`, `file:line` and the source
+text of that line, "" wherever the metadata doesn't say; a fake tensor or a symbolic size.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import itertools
 import os
 import re
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -69,6 +70,11 @@ def code_of(node: Node) -> str:
     """The source text of the line that `source_of` names; "" where unknown."""
     frame = _frame(node)
     return (frame["code"] or "").strip() if frame else ""
+
+
+def example_of(node: Node) -> Any:
+    """What the tracer had for this node: `val` of export and AOTAutograd, `example_value` of Dynamo, or None."""
+    return node.meta.get("val", node.meta.get("example_value"))
 
 
 def _frame(node: Node) -> re.Match[str] | None:

@@ -91,19 +91,18 @@ def _replace(graph: Graph, gm: GraphModule, new: GraphModule) -> None:
     olds, news = graph.find_nodes(op="placeholder"), new.graph.find_nodes(op="placeholder")
     nodes: dict[Node, Node] = dict(zip(news, olds, strict=True))
     for getter in new.graph.find_nodes(op="get_attr"):
-        owner, _, name = str(getter.target).rpartition(".")
-        if not _has(gm, str(getter.target)):
-            gm.add_submodule(owner, torch.nn.Module()) if owner else None
-            setattr(gm.get_submodule(owner), name, getattr(new.get_submodule(owner), name))
+        _take_over(gm, new, str(getter.target))
     graph.output(graph.graph_copy(new.graph, nodes))
     graph.lint()
     gm.recompile()
 
 
-def _has(gm: GraphModule, path: str) -> bool:
-    value: Any = gm
-    for name in path.split("."):
-        if not hasattr(value, name):
-            return False
-        value = getattr(value, name)
-    return True
+def _take_over(module: torch.nn.Module, source: torch.nn.Module, path: str) -> None:
+    """Give a module what the source has at this path, unless it has something there."""
+    *parents, name = path.split(".")
+    for parent in parents:
+        if not hasattr(module, parent):
+            module.add_module(parent, torch.nn.Module())
+        module, source = module.get_submodule(parent), source.get_submodule(parent)
+    if not hasattr(module, name):
+        setattr(module, name, getattr(source, name))

@@ -9,6 +9,7 @@ from torch import nn
 import moefuse
 from moefuse.graph.capture import CaptureError
 from moefuse.passes import as_inductor_pass
+from moefuse.passes.inductor import _take_over
 from moefuse.passes.pipeline import RejectedError
 from tests.report.models import H, model
 
@@ -135,3 +136,17 @@ def test_dumps(tmp_path):
         False,
         True,
     ]
+
+
+def test_what_a_new_graph_reads_is_taken_over_and_what_is_there_stays() -> None:
+    module, source = nn.Module(), nn.Module()
+    module.part, source.part = nn.Linear(1, 1), nn.Linear(1, 1)
+    source.part.register_buffer("more", torch.ones(1))
+    kept = module.part.weight
+    for path in ("part.weight", "part.more", "new.other"):
+        source.new = nn.Module()
+        source.new.other = torch.zeros(2)
+        _take_over(module, source, path)
+    assert module.part.weight is kept
+    assert module.part.more is source.part.more
+    assert module.new.other.shape == (2,)
