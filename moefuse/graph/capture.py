@@ -25,7 +25,7 @@ from torch._guards import TracingContext, detect_fake_mode
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from moefuse.graph.interpret import CaptureError, EagerInterpreter
+from moefuse.graph.interpret import CaptureError, EagerInterpreter, tracing
 from moefuse.graph.source import example_of
 
 __all__ = ["CaptureError", "Captured", "capture", "is_control_flow"]
@@ -156,19 +156,11 @@ class _Capture:
     # -- trace
 
     def _trace(self, fakes: list[Any], attribute_ids: list[int]) -> fx.GraphModule:
-        from torch._dispatch.python import enable_python_dispatcher
         from torch.fx.experimental.proxy_tensor import make_fx
 
-        shape_env = self.mode.shape_env
-        pending = list(shape_env.pending_fresh_unbacked_symbols) if shape_env else []
         function = self._functional(len(self.placeholders), attribute_ids)
         try:
-            with (
-                self._cache(),
-                self.mode,
-                fx.traceback.preserve_node_meta(),
-                enable_python_dispatcher(),
-            ):
+            with self._cache(), tracing(self.mode):
                 return make_fx(
                     function,
                     decomposition_table={torch.ops.aten.copy.default: _copy},
@@ -176,12 +168,9 @@ class _Capture:
                     _disable_torch_fn_metadata_mode=True,
                 )(*fakes)
         except Exception as error:
-            if shape_env:  # symbols of the abandoned trace must not wait for a binding
-                shape_env.pending_fresh_unbacked_symbols[:] = pending
             if is_control_flow(error) or isinstance(error, CaptureError):
                 raise
-            reason = str(error).strip().split("\n", 1)[0]
-            raise CaptureError(f"tracing failed: {type(error).__name__}: {reason}") from error
+            raise CaptureError.because("tracing failed", error) from error
 
     @contextlib.contextmanager
     def _cache(self) -> Iterator[None]:

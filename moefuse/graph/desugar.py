@@ -15,7 +15,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from moefuse.graph.capture import fake_mode_of, fake_of, is_control_flow
-from moefuse.graph.interpret import CaptureError, keep_symbols
+from moefuse.graph.interpret import CaptureError, SymbolKeeper, tracing
 
 Run = Callable[..., Any]
 
@@ -57,10 +57,7 @@ def desugared(gm: fx.GraphModule, inputs: Sequence[Any]) -> Desugared:
     except Exception as error:
         if is_control_flow(error):
             raise
-        reason = str(error).strip().split("\n", 1)[0]
-        raise CaptureError(
-            f"its DTensors can't be taken for local tensors: {type(error).__name__}: {reason}"
-        ) from error
+        raise CaptureError.because("its DTensors can't be taken for local tensors", error) from error
     for old, new in zip(
         (placeholders[i] for i in kept), traced.graph.find_nodes(op="placeholder"), strict=True
     ):
@@ -98,7 +95,6 @@ def _weight(x: Any) -> Any:
 def _traced(
     gm: fx.GraphModule, placeholders: Sequence[fx.Node], inputs: Sequence[Any], kept: Sequence[int]
 ) -> tuple[fx.GraphModule, Callable[[Sequence[Any]], list[Any]]]:
-    from torch._dispatch.python import enable_python_dispatcher
     from torch.fx.experimental.proxy_tensor import make_fx
 
     mode = fake_mode_of(placeholders, inputs)
@@ -109,33 +105,16 @@ def _traced(
         args = list(fakes)
         for i, local in zip(kept, locals_, strict=True):
             args[i] = local if _local(fakes[i]) is fakes[i] else _like(fakes[i], local)
-        outputs = pytree.tree_leaves(_Interpreter(gm).run(*args))
+        outputs = pytree.tree_leaves(SymbolKeeper(gm).run(*args))
         wrapping, sizes = _wrapping(outputs)
         wrap.append(wrapping)
         return [*map(_local, outputs), *sizes]
 
-    shape_env = mode.shape_env
-    pending = list(shape_env.pending_fresh_unbacked_symbols) if shape_env else []
-    try:
-        with mode, torch.no_grad(), fx.traceback.preserve_node_meta(), enable_python_dispatcher():
-            traced = make_fx(run, _error_on_data_dependent_ops=False, _disable_torch_fn_metadata_mode=True)(
-                *(_local(fakes[i]) for i in kept)
-            )
-    except Exception:
-        if shape_env:  # symbols of the abandoned trace must not wait for a binding
-            shape_env.pending_fresh_unbacked_symbols[:] = pending
-        raise
+    with tracing(mode), torch.no_grad():
+        traced = make_fx(run, _error_on_data_dependent_ops=False, _disable_torch_fn_metadata_mode=True)(
+            *(_local(fakes[i]) for i in kept)
+        )
     return traced, wrap[-1]
-
-
-class _Interpreter(fx.Interpreter):
-    """Sizes that depend on data keep the original's symbols."""
-
-    def run_node(self, n: fx.Node) -> Any:
-        """Run one node."""
-        result = super().run_node(n)
-        keep_symbols(n, result)
-        return result
 
 
 def _like(whole: Any, local: torch.Tensor) -> Any:

@@ -6,34 +6,63 @@ where gradients are off, and what a checkpointed region is. What can't be writte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
+from torch._subclasses import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-__all__ = ["CaptureError", "EagerInterpreter", "keep_symbols"]
+__all__ = ["CaptureError", "EagerInterpreter", "SymbolKeeper", "tracing"]
 
 
 class CaptureError(RuntimeError):
     """The graph can't be made functional without risk of another meaning; the message says why."""
 
-
-def keep_symbols(node: fx.Node, result: Any) -> None:
-    """Sizes that depend on data keep the symbols that `node` gave them, now that it was run again."""
-    if not node.meta.get("unbacked_bindings"):
-        return
-    from torch.fx.experimental.symbolic_shapes import rebind_unbacked
-
-    mode = detect_fake_mode()
-    assert mode is not None
-    rebind_unbacked(mode.shape_env, node, result)
+    @staticmethod
+    def because(what: str, error: Exception) -> CaptureError:
+        """what: can't be done, for an error of torch's, of which the first line is told."""
+        reason = str(error).strip().split("\n", 1)[0]
+        return CaptureError(f"{what}: {type(error).__name__}: {reason}")
 
 
-class EagerInterpreter(fx.Interpreter):
+@contextlib.contextmanager
+def tracing(mode: FakeTensorMode) -> Iterator[None]:
+    """What a graph's interpreter is traced under. Symbols of an abandoned trace don't wait for a binding any more."""
+    from torch._dispatch.python import enable_python_dispatcher
+
+    shape_env = mode.shape_env
+    pending = list(shape_env.pending_fresh_unbacked_symbols) if shape_env else []
+    try:
+        with mode, fx.traceback.preserve_node_meta(), enable_python_dispatcher():
+            yield
+    except Exception:
+        if shape_env:
+            shape_env.pending_fresh_unbacked_symbols[:] = pending
+        raise
+
+
+class SymbolKeeper(fx.Interpreter):
+    """Sizes that depend on data keep the symbols that the original graph gave them."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node."""
+        result = super().run_node(n)
+        if not n.meta.get("unbacked_bindings"):
+            return result
+        from torch.fx.experimental.symbolic_shapes import rebind_unbacked
+
+        mode = detect_fake_mode()
+        assert mode is not None
+        rebind_unbacked(mode.shape_env, n, result)
+        return result
+
+
+class EagerInterpreter(SymbolKeeper):
     """Runs a graph under functionalization and a tracer.
 
     attributes: functional tensors that stand for the tensors on the graph module, by qualified name.
@@ -71,12 +100,6 @@ class EagerInterpreter(fx.Interpreter):
             while len(_functorch.get_interpreter_stack() or ()) > layers:
                 _functorch.pop_dynamic_layer_stack()
             torch._C._set_grad_enabled(self.grad_at_start)
-
-    def run_node(self, n: fx.Node) -> Any:
-        """Run one node; sizes that depend on data keep the original's symbols."""
-        result = super().run_node(n)
-        keep_symbols(n, result)
-        return result
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         """The functional tensor that stands for the attribute."""
