@@ -18,9 +18,10 @@ from typing import Annotated, Any
 import torch
 
 from moefuse._version import __version__
-from moefuse.models import TargetError, load, one_line
+from moefuse.models import TargetError, load
 from moefuse.options import OptionError, Options
 from moefuse.report.model import Report
+from moefuse.terminal import one_line
 
 try:
     import typer

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from moefuse import hf
+from moefuse.terminal import one_line
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -150,11 +151,6 @@ def _exported(path: Path) -> Loaded:
         return Loaded(torch.export.load(path))
     except Exception as error:  # a zip file, a pickle, a schema: each has errors of its own
         raise TargetError(f"{path} isn't a program that torch.export saved: {one_line(error)}") from error
-
-
-def one_line(error: BaseException) -> str:
-    """The error's message on one line."""
-    return " ".join(str(error).split()) or "no message"
 
 
 def _factory(target: str) -> Any:

@@ -7,7 +7,6 @@ where asked for. Exit code 2 for what the user got wrong.
 from __future__ import annotations
 
 import json
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,8 @@ from moefuse.bench.contestants import CONTESTANTS, OURS, Contestant
 from moefuse.bench.model import MODEL_CONTESTANTS, ModelRow, WantedModel, model_rows
 from moefuse.bench.run import Wanted
 from moefuse.bench.shapes import DTYPES, PUBLIC, ROUTINGS, SHAPES, available_bytes
-from moefuse.models import one_line
+from moefuse.exits import USAGE, die
+from moefuse.terminal import console, one_line, words
 
 _WIDE = 200
 """Columns of the table in a file or a pipe."""
@@ -110,8 +110,7 @@ def bench(
         )
         _measure_layers(wanted, json_file, plot)
     except (ImportError, ValueError, OSError, MemoryError, RuntimeError) as error:
-        typer.echo(f"moefuse: {one_line(error)}", err=True)
-        raise typer.Exit(2) from None
+        die(one_line(error), USAGE)
 
 
 def _measure_layers(wanted: Wanted, json_file: Path | None, plot: Path | None) -> None:
@@ -125,7 +124,7 @@ def _measure_layers(wanted: Wanted, json_file: Path | None, plot: Path | None) -
             done()
             # an interrupted run keeps what it has
             _write(json_file, show.data(run.machine(), absent, rows, ()))
-    out = _console()
+    out = console(_WIDE)
     out.print(_said(run.machine()), markup=False)
     out.print(show.table(rows))
     for note in show.notes(rows, absent):
@@ -143,20 +142,9 @@ def _measure_models(wanted: WantedModel, json_file: Path | None) -> None:
             rows.append(row)
             done()
             _write(json_file, show.data(run.machine(), {}, (), rows))
-    out = _console()
+    out = console(_WIDE)
     out.print(_said(run.machine()), markup=False)
     out.print(show.model_table(rows))
-
-
-def words(option: str, text: str, allowed: Sequence[str]) -> tuple[str, ...]:
-    """The parts of `a,b`. Raises ValueError for an empty list and for a word that isn't allowed."""
-    parts = tuple(part.strip() for part in text.split(",") if part.strip())
-    unknown = [part for part in parts if part not in allowed]
-    if unknown or not parts:
-        raise ValueError(
-            f"{option} must be from {', '.join(allowed)}, got {', '.join(unknown) or repr(text)}"
-        )
-    return tuple(dict.fromkeys(parts))
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:
@@ -196,10 +184,6 @@ def _write(file: Path | None, found: Mapping[str, Any]) -> None:
 def _said(machine: Mapping[str, Any]) -> str:
     pages = "2 MiB pages asked for" if machine["huge_pages"] else "pages as they are"
     return f"{machine['cpu']}, {machine['cores']} cores, {machine['isa']}, {pages}, torch {machine['torch']}"
-
-
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else _WIDE)
 
 
 @contextmanager

@@ -25,8 +25,8 @@ from moefuse.bench import shapes
 from moefuse.bench.contestants import CONTESTANTS, OURS, node
 from moefuse.bench.limits import Probes, roof
 from moefuse.bench.shapes import SHAPES, Layer, Run
-from moefuse.models import one_line
 from moefuse.targets.cpu import huge_pages, isa, kernel
+from moefuse.terminal import one_line
 
 _CHECKED = 16
 """Tokens whose error to float64 is measured."""

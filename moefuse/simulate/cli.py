@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from moefuse.exits import USAGE, die
-from moefuse.models import one_line
+from moefuse.terminal import one_line
 
 
 def simulate(

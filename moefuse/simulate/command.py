@@ -7,19 +7,18 @@ the option.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from moefuse.simulate import svg
 from moefuse.simulate.costs import Costs, load_costs
 from moefuse.simulate.predict import Prediction, predict
 from moefuse.simulate.workload import Topology, Workload
+from moefuse.terminal import console
 
 __all__ = ["calibrated", "comparison", "costs_of", "data", "simulated", "skew_of", "table", "write_svg"]
 
@@ -94,7 +93,7 @@ def table(predictions: Sequence[Prediction], title: str) -> None:
             _size(way.bytes),
             str(way.launches),
         )
-    _console().print(shown)
+    console(_WIDE).print(shown)
 
 
 def comparison(costs: Costs) -> None:
@@ -115,18 +114,14 @@ def comparison(costs: Costs) -> None:
             _time(each.predicted),
             f"{each.error:+.0%}",
         )
-    _console().print(shown)
+    console(_WIDE).print(shown)
     errors = sorted(abs(each.error) for each in compared)
-    _console().print(f"median error {errors[len(errors) // 2]:.0%}, largest {errors[-1]:.0%}")
+    console(_WIDE).print(f"median error {errors[len(errors) // 2]:.0%}, largest {errors[-1]:.0%}")
 
 
 def write_svg(predictions: Sequence[Prediction], path: Path, title: str) -> None:
     """The timeline of the fused node, ranks below each other."""
     path.write_text(svg.timeline(predictions[0].bars, title), encoding="utf-8")
-
-
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else _WIDE)
 
 
 def _time(seconds: float) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from moefuse.exits import FAILED, UNFUSED, USAGE, die
-from moefuse.models import one_line
+from moefuse.terminal import one_line, words
 
 
 def zoo(
@@ -49,12 +49,12 @@ def zoo(
 
     try:
         wanted = command.Wanted(
-            only=command.words("--only", only) if only else (),
+            only=words("--only", only) if only else (),
             styles=tuple(styles or ()),
-            implementations=command.words("--impl", impl, command.IMPLEMENTATIONS),
-            dtypes=command.words("--dtype", dtype, ("float32", "bfloat16", "float16")),
-            shapes=command.words("--shapes", shapes, command.SHAPES),
-            inner=command.words("--inner", inner, ("eager", "inductor"))[0],
+            implementations=words("--impl", impl, command.IMPLEMENTATIONS),
+            dtypes=words("--dtype", dtype, ("float32", "bfloat16", "float16")),
+            shapes=words("--shapes", shapes, command.SHAPES),
+            inner=words("--inner", inner, ("eager", "inductor"))[0],
             generate=generate,
         )
         rows = command.rows_of(wanted)

@@ -7,7 +7,6 @@ ValueErrors that name the option.
 from __future__ import annotations
 
 import fnmatch
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +14,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from moefuse.terminal import console
 from moefuse.zoo import render, sweep
 from moefuse.zoo.cell import SHAPES, Cell
 from moefuse.zoo.render import Line
 from moefuse.zoo.rows import IMPLEMENTATIONS, Row, rows
 
-__all__ = ["IMPLEMENTATIONS", "SHAPES", "Wanted", "measured", "page", "rows_of", "words", "write"]
+__all__ = ["IMPLEMENTATIONS", "SHAPES", "Wanted", "measured", "page", "rows_of", "write"]
 
 
 _WIDE = 160
@@ -38,17 +38,6 @@ class Wanted:
     shapes: tuple[str, ...]
     inner: str
     generate: bool
-
-
-def words(option: str, text: str, allowed: Sequence[str] = ()) -> tuple[str, ...]:
-    """The parts of `a,b`. Raises ValueError for an empty list and for what isn't allowed (empty: anything is)."""
-    parts = tuple(part.strip() for part in text.split(",") if part.strip())
-    unknown = [part for part in parts if allowed and part not in allowed]
-    if unknown or not parts:
-        raise ValueError(
-            f"{option} must be from {', '.join(allowed)}, got {', '.join(unknown) or repr(text)}"
-        )
-    return parts
 
 
 def rows_of(wanted: Wanted) -> tuple[Row, ...]:
@@ -80,14 +69,13 @@ def measured(
     tasks = sweep.plan(
         chosen, wanted.implementations, wanted.dtypes, wanted.shapes, wanted.inner, wanted.generate
     )
-    console = Console(stderr=True)
     columns = (
         TextColumn("{task.description:40.40}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=Console(stderr=True)) as progress:
         bar = progress.add_task("starting", total=len(tasks))
 
         def done(cell: Cell) -> None:
@@ -97,7 +85,7 @@ def measured(
 
         cells = sweep.run(tasks, jobs=jobs, limit=limit, store=store, resume=resume, retry=retry, done=done)
     table = render.lines(chosen, cells)
-    out = Console(width=None if sys.stdout.isatty() else _WIDE)
+    out = console(_WIDE)
     out.print(render.rich_table(table))
     for sentence in render.summary(table):
         out.print(sentence, markup=False)

@@ -342,12 +342,6 @@ def test_the_documented_table_has_the_rows_of_this_transformers():
 # -- the command
 
 
-@pytest.mark.parametrize("text", ["", "float32,floaty"])
-def test_unknown_words_are_errors(text):
-    with pytest.raises(ValueError, match="--dtype must be from float32, bfloat16, got"):
-        command.words("--dtype", text, ("float32", "bfloat16"))
-
-
 def wanted(*only):
     return command.Wanted(only, (), IMPLEMENTATIONS, ("float32",), ("static",), "eager", False)
 
