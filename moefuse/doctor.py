@@ -124,7 +124,7 @@ def _huge_pages() -> Finding:
 
 
 def _cuda() -> Finding:
-    enables = 'no kernel of this version; target="reference" runs there, slowly'
+    enables = 'layers on CUDA devices, so far with target="reference" alone'
     if torch.version.cuda is None and torch.version.hip is None:
         return Finding("CUDA devices", False, "this torch is built without CUDA", enables)
     if not torch.cuda.is_available():

@@ -1,4 +1,8 @@
-"""The passes: canonicalize, lift, fuse (with emit), and the pipeline that runs them."""
+"""The passes, one per file, and the pipeline that runs them: canonicalize, lift, plan_comm, fuse, verify.
+
+In: a functional ATen graph. Out: the graph with a node for each layer, and a verdict each. Other people's compilers get
+them as `as_inductor_pass` and `as_torchair_pass`.
+"""
 
 from typing import Any
 
