@@ -19,7 +19,7 @@ import torch
 
 from moefuse._version import __version__
 from moefuse.models import TargetError, load
-from moefuse.options import OptionError, Options
+from moefuse.options import MODES, OptionError, Options
 from moefuse.report.model import Report
 from moefuse.terminal import one_line
 
@@ -32,8 +32,6 @@ try:
     from moefuse.zoo.cli import zoo
 except ImportError as error:
     raise ImportError("the moefuse command needs typer and rich: pip install 'moefuse[cli]'") from error
-
-_MODES = ("auto", "on", "off")
 
 app = typer.Typer(
     name="moefuse",
@@ -273,16 +271,16 @@ def _backend_options(
     from moefuse import targets
 
     kernels = ["auto", *targets.names()]
-    for option, value, allowed in (("--mode", mode, _MODES), ("--target", target, kernels)):
+    for option, value, allowed in (("--mode", mode, MODES), ("--target", target, kernels)):
         if value is not None and value not in allowed:
             die(f"{option} must be one of {', '.join(allowed)}, got {value!r}", USAGE)
-    given: dict[str, Any] = {"mode": mode, "target": target, "exclude": list(exclude) if exclude else None}
-    given["meta_device"] = device
+    every = {"mode": mode, "target": target, "exclude": list(exclude or ()) or None, "meta_device": device}
+    given = {name: value for name, value in every.items() if value is not None}
     try:
-        Options.parse({name: value for name, value in given.items() if value is not None})
+        Options.parse(given)
     except OptionError as error:
         die(one_line(error), USAGE)
-    return {name: value for name, value in given.items() if value is not None}
+    return given
 
 
 def _report(target: str, model: Mapping[str, Any], options: dict[str, Any], debug: bool) -> Report:

@@ -17,9 +17,6 @@ import torch
 from torch import fx
 
 import moefuse.ops  # noqa: F401  registers the operators
-from moefuse.graph.capture import is_control_flow
-
-__all__ = ["INNER_COMPILERS", "choose", "compile_inner", "is_control_flow"]
 
 INNER_COMPILERS = ("inductor", "eager", "npugraph_ex", "torchair")
 

@@ -13,7 +13,7 @@ from torch import fx
 from torch._dynamo.utils import counters
 
 from moefuse.graph.capture import capture
-from moefuse.inner import choose, compile_inner, is_control_flow
+from moefuse.inner import choose, compile_inner
 
 
 def backend(inner: str, **options: Any) -> Callable[..., Any]:
@@ -127,15 +127,6 @@ def test_autocast_is_off_while_the_compiled_code_runs(inner: str) -> None:
             assert torch.is_autocast_enabled("cpu")
     assert out.dtype is torch.bfloat16
     assert seen == [False]
-
-
-def test_dynamo_steering_exceptions_are_told_apart() -> None:
-    from torch._dynamo import exc
-
-    assert is_control_flow(exc.SkipFrame("frame"))
-    assert is_control_flow(exc.TensorifyScalarRestartAnalysis())
-    assert not is_control_flow(RuntimeError("no"))
-    assert not is_control_flow(exc.TorchRuntimeError("no"))
 
 
 def test_caches_hit_for_the_functional_graph() -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from moefuse.comm import window as windows
 from moefuse.comm.capacity import Capacity
 from moefuse.comm.collectives import Collectives
-from moefuse.comm.errors import CapacityError, ContextError, ContextInUseError, PeerError
+from moefuse.comm.errors import CapacityError, ContextError, ContextInUseError, PeerError, reason_of
 from moefuse.comm.plans import Asked
 from moefuse.comm.presence import announce, ended
 from moefuse.comm.rendezvous import TIMEOUT, Meeting, Store, agree
@@ -154,7 +154,7 @@ class CommContext:
         """This rank takes part no more: the other ranks hear of it, now or in their next step."""
         if self._closed:
             return
-        self._closed = f"it failed before: {' '.join(str(error).split()) or type(error).__name__}"
+        self._closed = f"it failed before: {reason_of(error)}"
         for way in {self._transport, self._collectives}:
             way.poison(error)
 
@@ -372,7 +372,7 @@ def _telling(meeting: Meeting) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        meeting.abandon(" ".join(str(error).split()) or type(error).__name__)
+        meeting.abandon(reason_of(error))
         raise
 
 

@@ -53,3 +53,8 @@ class PeerError(CommError):
 
 class ContextInUseError(CommError):
     """A context can't be closed while a forward uses it."""
+
+
+def reason_of(error: BaseException) -> str:
+    """An error's message on one line, as other ranks are told it; its type where it has none."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from moefuse.comm.errors import BusyError, ConcludedError, OutOfStepError, RendezvousError
+from moefuse.comm.errors import BusyError, ConcludedError, OutOfStepError, RendezvousError, reason_of
 from moefuse.comm.presence import announce, ended
 from moefuse.comm.rendezvous import TIMEOUT, Meeting, Store
 
@@ -49,7 +49,7 @@ def what_all_want(group: Any, wish: Any, timeout: float, then: Callable[[list[An
         meeting.conclude()
         return result
     except BaseException as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = reason_of(error)
         if isinstance(error, OutOfStepError):
             _out_of_step.setdefault(group, reason)
         kind = type(error) if isinstance(error, RendezvousError) else RendezvousError

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from moefuse.comm.errors import BusyError, CommError, ContextError, OutOfStepError, RendezvousError
+from moefuse.comm.errors import BusyError, CommError, ContextError, OutOfStepError, RendezvousError, reason_of
 
 TIMEOUT = 300.0
 """Seconds that a rank waits for the others: they may still be compiling."""
@@ -164,7 +164,7 @@ def _reached() -> Iterator[None]:
         raise
     except RuntimeError as error:
         raise RendezvousError(
-            f"the group's store can't be reached, did the process end that holds it? {' '.join(str(error).split())}"
+            f"the group's store can't be reached, did the process end that holds it? {reason_of(error)}"
         ) from error
 
 

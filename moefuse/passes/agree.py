@@ -26,6 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from moefuse import targets
 from moefuse.comm import BusyError, Capacity, CommError, ConcludedError, OutOfStepError, context_for
 from moefuse.comm.context import fail_contexts
+from moefuse.comm.errors import reason_of
 from moefuse.comm.plans import give_up, tell_all, what_all_want
 from moefuse.comm.presence import announce
 from moefuse.comm.rendezvous import TIMEOUT
@@ -155,7 +156,7 @@ def speaking(gm: GraphModule, inputs: Sequence[Any]) -> Iterator[None]:
         from torch._dynamo.exc import RestartAnalysis  # importing moefuse doesn't start Dynamo
 
         if not isinstance(error, UnprovedError | RestartAnalysis):
-            leave(" ".join(str(error).split()) or type(error).__name__)
+            leave(reason_of(error))
             for group in _promised() if isinstance(error, AgreementError) else owed.promised:
                 fail_contexts(group, error)
         raise

@@ -5,13 +5,14 @@ of a layer is stored once for all that differ in node names only: a page grows w
 their number.
 """
 
-import dataclasses
 import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from moefuse._version import __version__
 from moefuse.report import text
@@ -69,11 +70,13 @@ def render(report: Report, files: Sequence[str] = ()) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
+    # Tracebacks are shown apart, folded.
+    without_errors = replace(report, graphs=tuple(replace(graph, error="") for graph in report.graphs))
     details = _Details(environment)
     groups = [group for graph in report.graphs for group in _groups(graph, details)]
     return environment.get_template("report.html.jinja").render(
         version=__version__,
-        torch_version=_torch_version(),
+        torch_version=torch.__version__,
         summary=text.summary(report),
         files=files,
         report=report,
@@ -82,19 +85,8 @@ def render(report: Report, files: Sequence[str] = ()) -> str:
         names=details.names,
         roles=ROLES,
         errors=[graph for graph in report.graphs if graph.error],
-        lines=text.graph_lines(dataclasses.replace(report, graphs=tuple(map(_without_error, report.graphs)))),
+        lines=text.graph_lines(without_errors),
     )
-
-
-def _torch_version() -> str:
-    import torch
-
-    return str(torch.__version__)
-
-
-def _without_error(graph: GraphReport) -> GraphReport:
-    """Its traceback is shown apart, folded."""
-    return dataclasses.replace(graph, error="")
 
 
 def _groups(graph: GraphReport, details: "_Details") -> Iterator[dict[str, Any]]:

@@ -12,7 +12,7 @@ from torch import fx
 from torch._guards import TracingContext
 from torch._subclasses import FakeTensorMode
 
-from moefuse.graph.capture import Captured, CaptureError, capture
+from moefuse.graph.capture import Captured, CaptureError, capture, is_control_flow
 from tests.graph.captures import EXACT, assert_functional, backend, compare, ops, refused, twin, w, x
 
 # -- autocast
@@ -348,3 +348,12 @@ def test_models(family: str, training: bool) -> None:
     assert sum("nn_module_stack" in n.meta for n in calls) >= 0.95 * len(calls)
     assert sum("stack_trace" in n.meta for n in calls) >= 0.95 * len(calls)
     assert len(captured.parameters) == len(list(model.parameters()))
+
+
+def test_dynamo_steering_exceptions_are_told_apart() -> None:
+    from torch._dynamo import exc
+
+    assert is_control_flow(exc.SkipFrame("frame"))
+    assert is_control_flow(exc.TensorifyScalarRestartAnalysis())
+    assert not is_control_flow(RuntimeError("no"))
+    assert not is_control_flow(exc.TorchRuntimeError("no"))
