@@ -161,12 +161,10 @@ def _kind(node: ast.For, definition: ast.FunctionDef) -> tuple[str, str]:
 
 def _lists_hits(value: ast.expr, definition: ast.FunctionDef) -> bool:
     """True when the value comes from a call such as nonzero, as far as assignments in the function say."""
-    if any(isinstance(n, ast.Attribute) and n.attr in LISTS_HITS for n in ast.walk(value)):
-        return True
     return any(
         isinstance(n, ast.Attribute) and n.attr in LISTS_HITS
-        for assigned in _assigned(value, definition)
-        for n in ast.walk(assigned)
+        for made in (value, *_assigned(value, definition))
+        for n in ast.walk(made)
     )
 
 

@@ -4,6 +4,8 @@ In: the node of ids, routing weights or a mask of choices. Out: why it says that
 is known of it. A layer that drops is refused by name: which slots an expert takes then depends on the whole batch.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch.fx import Node
 
@@ -15,7 +17,7 @@ WHOLE_DEPTH = 24
 """Integer and boolean operators between ids (a mask) and the comparison with the capacity: masks, views, sums."""
 
 QUEUE_DEPTH = 8
-"""Operators between the running count of an expert's slots and its comparison: a shift by one, views."""
+"""Operators between the running count of an expert's slots and its comparison: a shift by one, a mask, views."""
 
 FLOAT_DEPTH = 6
 """Operators between routing weights and the mask that is multiplied in."""
@@ -24,7 +26,10 @@ FLOAT_DEPTH = 6
 def dropped(node: Node) -> str:
     """The reason, if the node's elements depend on a running count that was compared with a number."""
     for found in whole_above(_masks(node)):
-        if op_name(found) in COMPARISONS and (queue := _queue(found)) is not None:
+        if op_name(found) not in COMPARISONS:
+            continue
+        operands = {arg for arg in found.all_input_nodes if _is_whole(arg)}
+        if (queue := running_count(operands, lambda _: True)) is not None:
             return (
                 f"slots are counted expert by expert (`{queue.name}`) and compared with a capacity "
                 f"(`{found.name}`): those beyond it are dropped"
@@ -50,12 +55,12 @@ def whole_above(nodes: set[Node]) -> set[Node]:
     return found
 
 
-def _queue(comparison: Node) -> Node | None:
-    """The running count among the operands of a comparison with a number."""
-    level = {arg for arg in comparison.all_input_nodes if _is_whole(arg)}
+def running_count(nodes: set[Node], counts: Callable[[Node], bool]) -> Node | None:
+    """The nearest cumsum that `counts`, among integer tensors and what they are made from."""
+    level = nodes
     for _ in range(QUEUE_DEPTH):
         for node in level:
-            if op_name(node) == "aten::cumsum":
+            if op_name(node) == "aten::cumsum" and counts(node):
                 return node
         level = {arg for node in level for arg in node.all_input_nodes if _is_whole(arg)}
     return None

@@ -20,6 +20,7 @@ from moefuse.patterns.unify import Unifier
 
 GROUPED_GEMMS = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
 _RESHAPES = ("aten::unsqueeze", "aten::view", "aten::reshape", "aten::expand")
+_NEGATIONS = ("aten::logical_not", "aten::bitwise_not")
 _COMPARISONS: dict[str, tuple[Callable[[int, int], bool], bool]] = {
     "aten::ge": (operator.ge, True),
     "aten::gt": (operator.gt, True),
@@ -65,14 +66,20 @@ def _leaves_all(lift: Lifting, mask: Node, by: bool) -> bool:
 
     by: what the mask has for rows that it leaves out.
     """
-    while op_name(mask) in (*_RESHAPES, "aten::logical_not", "aten::bitwise_not"):
-        by ^= op_name(mask) not in _RESHAPES
-        mask = argument(mask, 0)
+    mask, by = _comparison(mask, by)
     comparison, _ = _COMPARISONS.get(op_name(mask), (None, False))
     if comparison is None or not isinstance(limit := argument(mask, 1), int):
         return False
     ids = numbered(lift.fact(argument(mask, 0))).expr
     return isinstance(ids, Local) and all(comparison(i, limit) != by for i in range(ids.ranks.experts))
+
+
+def _comparison(mask: Node, by: bool) -> tuple[Node, bool]:
+    """What a mask was made from by reshaping and negating it, and what that has where the mask has `by`."""
+    while op_name(mask) in (*_RESHAPES, *_NEGATIONS):
+        by ^= op_name(mask) in _NEGATIONS
+        mask = argument(mask, 0)
+    return mask, by
 
 
 def _is_zero(lift: Lifting, fill: object) -> bool:
@@ -87,9 +94,7 @@ def _first_masked(lift: Lifting, mask: Node, rows: Fact, zeroes: bool) -> int | 
     if len(rows.dims) != 2 or len(rows.dims[0]) != 1 or value(mask).shape[-1] != 1 or value(mask).dim() != 2:
         return None
     order = rows.dims[0][0]
-    while op_name(mask) in (*_RESHAPES, "aten::logical_not", "aten::bitwise_not"):
-        zeroes ^= op_name(mask) not in _RESHAPES
-        mask = argument(mask, 0)
+    mask, zeroes = _comparison(mask, zeroes)
     comparison, large = _COMPARISONS.get(op_name(mask), (None, False))
     limit = argument(mask, 1)
     if comparison is None or large != zeroes or not isinstance(limit, int) or not isinstance(order, Perm):

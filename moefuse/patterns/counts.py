@@ -9,6 +9,7 @@ import torch
 from torch.fx import Node
 
 from moefuse.patterns.axes import Axis, Dims, Group, Part, group_size
+from moefuse.patterns.capacity import running_count
 from moefuse.patterns.facts import Conflict, Const, Count, Dense, Expr, Fact, Leaf, Offs, OneHot, group_axes
 from moefuse.patterns.pointwise import EXACT, is_mask, pointwise, strip_casts
 from moefuse.patterns.rank_facts import Inflow, Local
@@ -150,28 +151,15 @@ def padding_of(lift: Lifting, offsets: object) -> int:
 def compare(lift: Lifting, node: Node) -> Outcome:
     """A comparison; with a number, of a slot's place in its expert's queue: a capacity, which drops slots."""
     limit = argument(node, 1)
-    if isinstance(limit, int | float) and (queue := _queue(lift, argument(node, 0))) is not None:
+    if not isinstance(limit, int | float):
+        return pointwise(lift, node)
+    queue = running_count({argument(node, 0)}, lambda sums: _choices(lift.fact(argument(sums, 0)).expr))
+    if queue is not None:
         raise Conflict(
             f"slots are counted expert by expert (`{queue.name}`) and compared with a capacity of {limit}: "
             "those beyond it are dropped"
         )
     return pointwise(lift, node)
-
-
-QUEUE_DEPTH = 8
-"""Operators between the running count of an expert's slots and its comparison: a shift by one, a mask, views."""
-
-
-def _queue(lift: Lifting, node: Node) -> Node | None:
-    """The running count over the tokens' choices of experts from which an integer tensor is made, if it is."""
-    level = {node}
-    for _ in range(QUEUE_DEPTH):
-        for found in level:
-            if op_name(found) == "aten::cumsum" and _choices(lift.fact(argument(found, 0)).expr):
-                return found
-        above = {before for found in level for before in found.all_input_nodes}
-        level = {n for n in above if isinstance(value(n), torch.Tensor) and not is_float(n)}
-    return None
 
 
 def _choices(expr: Expr) -> bool:

@@ -4,7 +4,7 @@ In: the fact of a node that sums expert rows over the slots of each token. Out: 
 thing that is missing or strange (layer.py, merge.py say what is demanded).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from moefuse.graph import sizes
 from moefuse.ops.spec import MoeSpec
-from moefuse.patterns.axes import Digit, Dims
+from moefuse.patterns.axes import Axis, Digit, Dims
 from moefuse.patterns.capacity import dropped
 from moefuse.patterns.facts import Cases, Conflict, Const, Expr, Leaf, Sum
 from moefuse.patterns.layer import Layer
@@ -86,24 +86,13 @@ def _demand_no_drops(layer: Layer) -> None:
 def _spec(site: Site) -> MoeSpec:
     """What the site computes, without the graph."""
     layer = site.layer
-    inner = frozenset(layer.inner)
     dtypes = {value(leaf.node).dtype for leaf in (*layer.weight1, *layer.weight2)}
     if len(dtypes) != 1:
         raise Conflict(f"the layer's weights have different dtypes: {', '.join(sorted(map(str, dtypes)))}")
     world = layer.ranks.world if layer.ranks is not None else 1
     count = _experts(layer)
-    blocks = layer.quant is not None and layer.quant.by_blocks
-    orientations = [
-        {
-            is_transposed(leaf, layer.contracted(leaf)) is not (blocks and turned(leaf))
-            for leaf in layer.weight1
-        }
-    ]
-    orientations.append(
-        {is_transposed(leaf, inner) is not (blocks and turned(leaf)) for leaf in layer.weight2}
-    )
-    if any(len(flags) != 1 for flags in orientations):
-        raise Conflict("the layer's weights have different orientations")
+    transposed1 = _transposed(layer, [(leaf, layer.contracted(leaf)) for leaf in layer.weight1])
+    transposed2 = _transposed(layer, [(leaf, frozenset(layer.inner)) for leaf in layer.weight2])
     val = value(site.node)
     return MoeSpec(
         num_experts=count * world,
@@ -118,8 +107,8 @@ def _spec(site: Site) -> MoeSpec:
         output_dtype=val.dtype,
         product_dtype=None if site.terms in (torch.float32, torch.float64) else site.terms,
         gate_up=layer.gate_up,
-        transpose_weight1=orientations[0].pop(),
-        transpose_weight2=orientations[1].pop(),
+        transpose_weight1=transposed1,
+        transpose_weight2=transposed2,
         weight_form="stacked" if layer.stacked else "list",
         has_bias1=bool(layer.bias1),
         has_bias2=bool(layer.bias2),
@@ -147,6 +136,15 @@ def _router_dtype(layer: Layer, output: torch.dtype) -> torch.dtype:
     """
     own = product_dtype(layer.weights, torch.promote_types(output, torch.float32))
     return own if len(layer.weights) == 1 else torch.promote_types(own, torch.float32)
+
+
+def _transposed(layer: Layer, weights: Sequence[tuple[Leaf, frozenset[Axis]]]) -> bool:
+    """Do the output features come first in these weights, each with its contracted axes? MX ones as they lie."""
+    blocks = layer.quant is not None and layer.quant.by_blocks
+    flags = {is_transposed(leaf, contracted) is not (blocks and turned(leaf)) for leaf, contracted in weights}
+    if len(flags) != 1:
+        raise Conflict("the layer's weights have different orientations")
+    return flags.pop()
 
 
 def _activation_dtype(layer: Layer) -> torch.dtype | None:
