@@ -6,6 +6,7 @@ addresses), so no verdict can depend on it. What the operator accepts is data: `
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -163,33 +164,8 @@ IDENTITY = (_check("soc", ("conditions",), _soc), _check("revision", ("condition
 
 def checks_of_row(row: Limits) -> tuple[Check, ...]:
     """The checks of one row of limits, in order."""
-
-    def within(name: str, reads: tuple[str, ...], value: Any) -> Check:
-        limit = getattr(row, name)
-
-        def test(layer: NpuLayer) -> str:
-            got = value(layer)
-            return "" if got in limit else f"{name.replace('_', ' ')} {got}: {layer.operator} takes {limit}"
-
-        return _check(name, reads, test)
-
-    def activation(layer: NpuLayer) -> str:
-        if layer.activation_params and not row.clamps:
-            numbers = ", ".join(f"{number:g}" for number in layer.activation_params)
-            return f"activation {layer.activation} with {numbers}: {layer.operator} takes none of its numbers"
-        if layer.activation in row.activations:
-            return ""
-        return f"activation {layer.activation}: {row.title} takes {', '.join(row.activations)}"
-
-    def scheme(layer: NpuLayer) -> str:
-        if layer.quant not in ("none", layer.conditions.scheme):
-            return f"the experts are quantised as {layer.quant}, the conditions say {layer.conditions.scheme}"
-        if layer.has_weight_offsets:
-            return f"the experts' weights have offsets; {layer.operator} takes scales alone"
-        if layer.conditions.scheme in row.schemes:
-            return ""
-        return f"quantisation {layer.conditions.scheme}: {layer.operator} takes {', '.join(row.schemes)} here"
-
+    within = functools.partial(_within, row)
+    quantisation = functools.partial(_quantisation, row=row)
     return (
         within("ep_world_size", ("ep_world_size",), lambda s: s.ep_world_size),
         within("num_experts", ("num_experts",), lambda s: s.num_experts),
@@ -203,11 +179,11 @@ def checks_of_row(row: Limits) -> tuple[Check, ...]:
         within("hidden", ("hidden",), lambda s: s.hidden),
         within("intermediate", ("intermediate",), lambda s: s.intermediate),
         _check("out_features", ("hidden", "out_features"), _out_features),
-        _check("activation", ("activation", "activation_params"), activation),
+        _check("activation", ("activation", "activation_params"), functools.partial(_activation, row=row)),
         _check("layout", ("gate_up", "weight_position"), _layout),
         _check("row_norm", ("row_norm",), _row_norm),
         _check("identity", ("num_identity_experts",), _identity),
-        _check("scheme", ("conditions", "quant", "has_weight_offsets"), scheme),
+        _check("scheme", ("conditions", "quant", "has_weight_offsets"), quantisation),
         _check("weight_dtype", ("expert_dtype", "conditions"), _weight_dtype),
         _check("weight_format", ("conditions", "ep_world_size", *_WEIGHT_BYTES), _weight_format),
         _check(
@@ -229,6 +205,36 @@ def checks_of_row(row: Limits) -> tuple[Check, ...]:
         _check("streams", ("conditions",), _streams),
         _check("worth_it", ("conditions", "ep_world_size", *_WEIGHT_BYTES), _worth_it),
     )
+
+
+def _within(row: Limits, name: str, reads: tuple[str, ...], value: Callable[[NpuLayer], int]) -> Check:
+    """The check that a size of the layer is among those that the row has under this name."""
+    limit = getattr(row, name)
+
+    def test(layer: NpuLayer) -> str:
+        got = value(layer)
+        return "" if got in limit else f"{name.replace('_', ' ')} {got}: {layer.operator} takes {limit}"
+
+    return _check(name, reads, test)
+
+
+def _activation(layer: NpuLayer, *, row: Limits) -> str:
+    if layer.activation_params and not row.clamps:
+        numbers = ", ".join(f"{number:g}" for number in layer.activation_params)
+        return f"activation {layer.activation} with {numbers}: {layer.operator} takes none of its numbers"
+    if layer.activation in row.activations:
+        return ""
+    return f"activation {layer.activation}: {row.title} takes {', '.join(row.activations)}"
+
+
+def _quantisation(layer: NpuLayer, *, row: Limits) -> str:
+    if layer.quant not in ("none", layer.conditions.scheme):
+        return f"the experts are quantised as {layer.quant}, the conditions say {layer.conditions.scheme}"
+    if layer.has_weight_offsets:
+        return f"the experts' weights have offsets; {layer.operator} takes scales alone"
+    if layer.conditions.scheme in row.schemes:
+        return ""
+    return f"quantisation {layer.conditions.scheme}: {layer.operator} takes {', '.join(row.schemes)} here"
 
 
 def _scheme(layer: NpuLayer) -> Scheme | None:
@@ -382,14 +388,6 @@ def _streams(layer: NpuLayer) -> str:
 
 def _worth_it(layer: NpuLayer) -> str:
     scheme, least = _scheme(layer), layer.conditions.min_weight_bytes
-    share = (
-        layer.weight_bytes
-        // layer.ep_world_size
-        // (scheme.values_per_element if scheme and layer.quant == "none" else 1)
-    )
+    packed = scheme.values_per_element if scheme and layer.quant == "none" else 1
+    share = layer.weight_bytes // layer.ep_world_size // packed
     return "" if share >= least else f"a rank's {share} bytes of weights are below min_weight_bytes={least}"
-
-
-def check_names() -> list[str]:
-    """The names of all checks, in order."""
-    return [check.name for check in (*IDENTITY, *checks_of_row(rows()[0]))]
