@@ -13,13 +13,13 @@ import torch
 
 from moefuse.comm.errors import ContextError
 from moefuse.ops.expert import sum_dtype
+from moefuse.ops.options import FLOATS
 
 HEADER_BYTES = 4096
 ALIGNMENT = 64
 MAX_WORLD_SIZE = 1024
 NOTES = 2
 """Columns after the edges of a pushed row: the rank's token count, and the fingerprint of its call."""
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Section(NamedTuple):
@@ -33,6 +33,11 @@ class Section(NamedTuple):
     def bytes(self) -> int:
         """Its size."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def span(self) -> int:
+        """Its size up to where the next tensor may begin."""
+        return -(-self.bytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -60,8 +65,8 @@ class Capacity:
             if not field.name.endswith("dtype") and (type(value) is not int or value < 1):
                 raise ContextError(f"{field.name}: expected a positive integer, got {value!r}")
         for name, dtype in (("dtype", self.dtype), ("rows_dtype", self.result_dtype)):
-            if dtype not in _DTYPES:
-                raise ContextError(f"{name}: expected one of {', '.join(map(str, _DTYPES))}, got {dtype!r}")
+            if dtype not in FLOATS:
+                raise ContextError(f"{name}: expected one of {', '.join(map(str, FLOATS))}, got {dtype!r}")
         if self.ep_world_size > MAX_WORLD_SIZE:
             raise ContextError(f"ep_world_size: expected at most {MAX_WORLD_SIZE}, got {self.ep_world_size}")
         if self.num_experts % self.ep_world_size:
@@ -104,14 +109,14 @@ class Capacity:
         sections = {}
         for name, (shape, dtype) in shapes.items():
             sections[name] = Section(offset, shape, dtype)
-            offset += -(-sections[name].bytes // ALIGNMENT) * ALIGNMENT
+            offset += sections[name].span
         return sections
 
     @cached_property
     def window_bytes(self) -> int:
         """Bytes of shared memory that each rank owns."""
         last = self.sections["planes"]
-        return last.offset + -(-last.bytes // ALIGNMENT) * ALIGNMENT
+        return last.offset + last.span
 
     @property
     def receive_bytes(self) -> int:
