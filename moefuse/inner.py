@@ -1,4 +1,6 @@
-"""In: a functional ATen graph from `capture`, fused or not. Out: the callable that runs it.
+"""The compiler behind moefuse.
+
+In: a functional ATen graph from `capture`, fused or not. Out: the callable that runs it.
 
 The inner compiler is Inductor, one of torch_npu's (npugraph_ex, torchair) or plain PyTorch. What AOTAutograd reads from
 a Dynamo graph (where inputs come from, which of them are static, cache identity) is copied from the original graph, so

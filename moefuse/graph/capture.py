@@ -1,4 +1,6 @@
-"""In: the graph that Dynamo hands to a backend. Out: the same program as a functional ATen graph.
+"""The functional trace.
+
+In: the graph that Dynamo hands to a backend. Out: the same program as a functional ATen graph.
 
 The result stands before autograd and before Inductor's decompositions, so that one analysis serves
 inference and training. It is made by one trace of the graph's interpreter on fake tensors, with

@@ -1,4 +1,6 @@
-"""In: a Dynamo graph and functional tensors. Out: its results, with eager mode's meaning kept in the trace.
+"""The interpreter that the functional trace runs.
+
+In: a Dynamo graph and functional tensors. Out: its results, with eager mode's meaning kept in the trace.
 
 A tracer below autograd sees ATen calls only. This interpreter writes into the trace what it would miss:
 where gradients are off, and what a checkpointed region is. What can't be written down is refused.

@@ -48,6 +48,9 @@ RATIO = 1.5
 COARSE = 0.05
 """What is more than this is no rounding of any precision."""
 
+_LONGEST = 400
+"""Characters of a reason: a table's cell."""
+
 NO_GENERATION = "the tiny model doesn't generate token by token in eager"
 
 
@@ -306,7 +309,7 @@ def _reason(cell: Cell, broken: list[str]) -> str:
         return "no MoE layer runs in eager"
     missing = f"{cell.fused} of {cell.layers} layers fused"
     why = cell.notes or broken
-    return f"{missing}: {why[0] if why else f'no MoE layer found in {_count(cell.graphs)}'}"[:400]
+    return f"{missing}: {why[0] if why else f'no MoE layer found in {_count(cell.graphs)}'}"[:_LONGEST]
 
 
 def _count(graphs: int) -> str:
@@ -361,11 +364,8 @@ def _generate(cell: Cell, case: Case) -> None:
         agree = (got == want).all(0).long().cumprod(0).sum() - kwargs["input_ids"].shape[-1]
         cell.reason = f"WRONG: tokens differ from eager's after {int(agree)} steps"
     elif cell.fused < cell.layers:
-        cell.reason = (
-            f"{cell.fused} of {cell.layers} layers fused: {next(iter(cell.notes), 'no MoE layer found')}"[
-                :400
-            ]
-        )
+        why = next(iter(cell.notes), "no MoE layer found")
+        cell.reason = f"{cell.fused} of {cell.layers} layers fused: {why}"[:_LONGEST]
 
 
 def _tokens(generated: Any) -> torch.Tensor:
