@@ -1,8 +1,8 @@
 // C[t][n] += sum over k of W[n][k] * X[t][k] for weights whose k is contiguous: dot products of rows as they lie.
 //
 // In: rows of W (unit stride along k, any stride between rows) and of X (Mac<D>::X, zero-padded to STEP).
-// Out: float32 sums. One weight row at a time by a few token rows, or a tile of ROWS by up to TOKENS, stays in registers
-// along k; neither operand is packed or transposed, and each sum has one fixed order whatever the tile it was in.
+// Out: float32 sums. One weight row at a time by a few token rows, or a tile of ROWS by up to TOKENS, stays in
+// registers along k; neither operand is packed or transposed, and each sum has one order whatever the tile it was in.
 #pragma once
 
 #include "ahead.h"

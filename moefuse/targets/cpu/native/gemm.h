@@ -43,7 +43,6 @@ struct Tokens {
     ptrdiff_t stride;
     X* packed;  // `stride` values per token
     int count, in_blocks;
-    bool alone;     // no expert has more than one, and the layer isn't float32: its sums would be too long a chain
     float* turned;  // [DOT_WIDTH][TURNED_STRIDE], sums of packed tokens
 };
 
@@ -141,8 +140,7 @@ static void multiply_columns(const View<D>& view, int n, const Tokens<D>& tokens
     for (int64_t k0 = 0; k0 < k; k0 += rows) {
         const int own = int(k - k0 < rows ? k - k0 : rows);
         const D *w = view.w + k0 * view.stride_k, *then = k0 + rows < k ? w + rows * view.stride_k : next;
-        outer_panel<D>(w, view.stride_k, n, tokens.rows + k0, tokens.stride, tokens.count, own, c, ldc, then,
-                       tokens.alone);
+        outer_panel<D>(w, view.stride_k, n, tokens.rows + k0, tokens.stride, tokens.count, own, c, ldc, then);
     }
 }
 

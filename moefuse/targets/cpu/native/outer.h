@@ -146,6 +146,12 @@ static void outer_groups(const D* w, ptrdiff_t ldk, int n, const typename Mac<D>
     }
 }
 
+// Whether t tokens are one that is computed as below; for float32 the sums would be too long a chain.
+template <class D>
+static constexpr bool by_rows(int64_t t) {
+    return t == 1 && sizeof(D) < 4;
+}
+
 // One token against n columns of W, whole pairs of vectors: rows of W are read to their end, one after the other, which
 // memory likes much better than columns. The sums are in memory.
 template <class D>
@@ -164,16 +170,16 @@ __attribute__((noinline)) static void outer_row(const D* w, ptrdiff_t ldk, int n
     }
 }
 
-// t rows of X over k values against n columns of W: at most OUTER_WIDTH, or WIDER times that by rows, for one token. x
-// and c [..][ldc] have MOST_TOKENS - 1 rows and two vectors of columns to spare: a group of tokens is filled up with
-// rows that nobody reads. With several groups `next`, what will be read afterwards, as many rows and columns, is fetched
+// t rows of X over k values against n columns of W: at most OUTER_WIDTH, or WIDER times that where by_rows<D>(t). x and
+// c [..][ldc] have MOST_TOKENS - 1 rows and two vectors of columns to spare: a group of tokens is filled up with rows
+// that nobody reads. With several groups `next`, what will be read afterwards, as many rows and columns, is fetched
 // evenly over the steps, so that memory and arithmetic overlap.
 template <class D>
 static void outer_panel(const D* w, ptrdiff_t ldk, int n, const typename Mac<D>::X* x, ptrdiff_t ldx, int t, int k,
-                        float* c, ptrdiff_t ldc, const D* next, bool by_rows) {
+                        float* c, ptrdiff_t ldc, const D* next) {
     constexpr int PAIR = Mac<D>::PAIR;
     const int paired = k / PAIR * PAIR, whole = n / (2 * LANES) * (2 * LANES);
-    if (whole && by_rows)
+    if (whole && by_rows<D>(t))
         outer_row<D>(w, ldk, whole, x, paired, c);
     else if (whole)
         outer_groups<D>(w, ldk, whole, x, ldx, t, paired, c, ldc, RowsAhead<D>(next, ldk, n));
@@ -183,7 +189,7 @@ static void outer_panel(const D* w, ptrdiff_t ldk, int n, const typename Mac<D>:
     if (paired == k) return;
     D last[PAIR][WIDER * OUTER_WIDTH] = {};  // a row without a partner gets one of zeros
     std::memcpy(last, w + paired * ldk, n * sizeof(D));
-    outer_panel<D>(last[0], WIDER * OUTER_WIDTH, n, x + paired, ldx, t, PAIR, c, ldc, next, by_rows);
+    outer_panel<D>(last[0], WIDER * OUTER_WIDTH, n, x + paired, ldx, t, PAIR, c, ldc, next);
 }
 
 }  // namespace moefuse

@@ -57,8 +57,8 @@ struct alignas(64) Stretch {
 
 class Tasks {
    public:
-    // features: output features of each expert; width: of the smallest block; whole: tasks are as large as they can
-    // be, at the price that threads may wait for each other; threads >= 1.
+    // features: output features of each expert; width: of the smallest block; whole: tasks of a single token row are as
+    // large as can be, at the price that threads may wait for each other; threads >= 1.
     Tasks(const Routing& routing, int64_t experts, int64_t features, int64_t width, bool whole, int threads)
         : stretches_(threads) {
         const int64_t blocks = (features + width - 1) / width;
@@ -66,12 +66,12 @@ class Tasks {
         for (int64_t e = 0; e < experts; e++) cost += blocks * cost_of(routing.first[e + 1] - routing.first[e]);
         int owner = 0;
         for (int64_t e = 0; e < experts; e++) {
-            const int64_t each = cost_of(routing.first[e + 1] - routing.first[e]);
+            const int64_t rows = routing.first[e + 1] - routing.first[e], each = cost_of(rows);
             for (int64_t block = 0, next; each && block < blocks; block = next) {
                 while (owner + 1 < threads && done >= cost * (owner + 1) / threads) stretches_[owner++].end = size();
                 // large ones first: they read memory in long stretches; small ones at the end even things out
                 const int64_t left = (cost * (owner + 1) / threads - done) / each;
-                const int64_t most = whole ? left : std::min(MOST_BLOCKS, left / PARTS);
+                const int64_t most = whole && rows == 1 ? left : std::min(MOST_BLOCKS, left / PARTS);
                 next = std::min(blocks, block + std::max<int64_t>(1, most));
                 tasks_.push_back({int32_t(e), int32_t(block * width), int32_t(std::min(features, next * width))});
                 done += (next - block) * each;

@@ -35,10 +35,8 @@ class Run {
           routing_(layer),
           dots_{layer.weight1[0].stride_k == 1, layer.weight2.stride_k == 1},
           width_{dots_[0] ? DOT_WIDTH : joined() ? OUTER_WIDTH / 2 : OUTER_WIDTH, dots_[1] ? DOT_WIDTH : OUTER_WIDTH},
-          alone_(sizeof(D) < 4 && longest() == 1),
-          panel_{width_[0] * (by_rows(0) ? WIDER : 1), width_[1] * (by_rows(1) ? WIDER : 1)},
-          first_(routing_, layer.experts, layer.inner, width_[0], by_rows(0), threads),
-          second_(routing_, layer.experts, layer.outputs, width_[1], by_rows(1), threads),
+          first_(routing_, layer.experts, layer.inner, width_[0], whole_rows(0), threads),
+          second_(routing_, layer.experts, layer.outputs, width_[1], whole_rows(1), threads),
           rows_(int64_t(routing_.slots.size())),
           // 64 bytes to spare: strides that are a power of two would fall on the same cache lines
           hidden_stride_(round_up(layer.inner, 32) + 32),
@@ -48,8 +46,10 @@ class Run {
           x_bytes_(round_up((chunk_ + SPARE_ROWS) * x_stride_ * sizeof(X), 64)),
           packed_bytes_(PACKS<D> && (dots_[0] || dots_[1]) && packed_tokens<D>(int(chunk_)) ? x_bytes_ : 0),
           // two vectors to spare, and no power of two
-          sums_stride_((dots_[0] && dots_[1] ? DOT_WIDTH : OUTER_WIDTH * (alone_ ? WIDER : 1)) + 3 * LANES),
-          sums_bytes_(round_up((alone_ ? CUT_TOKENS : chunk_ + SPARE_ROWS) * sums_stride_ * sizeof(float), 64)),
+          sums_stride_((dots_[0] && dots_[1] ? DOT_WIDTH : OUTER_WIDTH) + 3 * LANES),
+          widest_(whole_rows(0) || whole_rows(1) ? WIDER * OUTER_WIDTH + 3 * LANES : sums_stride_),
+          sums_bytes_(
+              round_up(std::max((chunk_ + SPARE_ROWS) * sums_stride_, CUT_TOKENS * widest_) * sizeof(float), 64)),
           row_bytes_(round_up(hidden_stride_ * rows_ * sizeof(D), 64)),
           result_bytes_(layer.remote ? 0 : round_up(rows_stride_ * rows_ * sizeof(D), 64)),
           workspace_(row_bytes_ + result_bytes_ + threads * scratch_bytes()) {}
@@ -87,7 +87,10 @@ class Run {
         return !dots_[0] && (layer_.gate_up == INTERLEAVED || layer_.gate_up == INTERLEAVED_SWAPPED);
     }
     bool swapped() const { return layer_.gate_up == CONCAT_SWAPPED || layer_.gate_up == INTERLEAVED_SWAPPED; }
-    bool by_rows(int gemm) const { return alone_ && !dots_[gemm]; }
+    // Does a single token read this weight in whole rows?
+    bool whole_rows(int gemm) const { return !dots_[gemm] && by_rows<D>(1); }
+    // Output features that are computed at a time for t token rows.
+    int panel(int gemm, int t) const { return width_[gemm] * (whole_rows(gemm) && t == 1 ? WIDER : 1); }
     int64_t longest() const {
         int64_t most = 1;
         for (int64_t e = 0; e < layer_.experts; e++)
@@ -99,13 +102,13 @@ class Run {
         return workspace_.data() + row_bytes_ + result_bytes_ + thread * scratch_bytes();
     }
     int64_t scratch_bytes() const {
-        const int64_t row = round_up(3 * sums_stride_ * sizeof(float), 64);
+        const int64_t row = round_up(3 * widest_ * sizeof(float), 64);
         return x_bytes_ + packed_bytes_ + 2 * sums_bytes_ + row + TURNED_BYTES;
     }
     // `count` token rows of a thread, to be filled.
     Tokens<D> tokens_of(int thread, int count) const {
         char* from = scratch(thread);
-        return {reinterpret_cast<X*>(from), x_stride_, reinterpret_cast<X*>(from + x_bytes_), count, 0, alone_,
+        return {reinterpret_cast<X*>(from), x_stride_, reinterpret_cast<X*>(from + x_bytes_), count, 0,
                 reinterpret_cast<float*>(from + scratch_bytes() - TURNED_BYTES)};
     }
     float* sums_of(int thread, int part) const {
@@ -172,11 +175,12 @@ class Run {
                        layer_.position == INPUT ? &scale : nullptr);
             }
             if (dots_[0]) pack_rows(tokens, layer_.hidden);
-            for (int n = task.begin; n < task.end; n += panel_[0]) {
-                const int own = std::min(panel_[0], task.end - n), columns = joined() ? 2 * own : own;
+            const int width = panel(0, t);
+            for (int n = task.begin; n < task.end; n += width) {
+                const int own = std::min(width, task.end - n), columns = joined() ? 2 * own : own;
                 for (int part = 0; part < parts; part++) {
                     const D* then = part + 1 < parts         ? views[1].from(n).w
-                                    : n + panel_[0] < task.end ? views[0].from(n + panel_[0]).w
+                                    : n + width < task.end ? views[0].from(n + width).w
                                                                : after;
                     multiply(views[part].from(joined() ? 2 * n : n), columns, tokens, layer_.hidden,
                              sums_of(thread, part), sums_stride_, then);
@@ -192,7 +196,7 @@ class Run {
         const float* up = sums_of(thread, gated() ? 1 : 0) + i * sums_stride_;
         float* out = row_of(thread);
         if (joined()) {
-            float *first = out + sums_stride_, *second = first + sums_stride_;
+            float *first = out + widest_, *second = first + widest_;
             for (int j = 0; j < own; j++) first[j] = gate[2 * j], second[j] = gate[2 * j + 1];
             gate = swapped() ? second : first, up = swapped() ? first : second;
         }
@@ -214,10 +218,11 @@ class Run {
             const int64_t begin = now();
             for (int i = 0; i < t; i++) gather(tokens.rows + i * x_stride_, hidden(row + i), layer_.inner, nullptr);
             if (dots_[1]) pack_rows(tokens, layer_.inner);
-            for (int n = task.begin; n < task.end; n += panel_[1]) {
-                const int own = std::min(panel_[1], task.end - n);
+            const int width = panel(1, t);
+            for (int n = task.begin; n < task.end; n += width) {
+                const int own = std::min(width, task.end - n);
                 multiply(all.from(n), own, tokens, layer_.inner, sums_of(thread, 0), sums_stride_,
-                         n + panel_[1] < task.end ? all.from(n + panel_[1]).w : after);
+                         n + width < task.end ? all.from(n + width).w : after);
                 const bool scales = weighs_rows() && layer_.row_norm == PLAIN;
                 for (int i = 0; i < t; i++)
                     store_row(destination(row + i) + n, sums_of(thread, 0) + i * sums_stride_, own,
@@ -318,11 +323,9 @@ class Run {
     const Routing routing_;
     const bool dots_[2];
     const int width_[2];  // of the smallest task
-    const bool alone_;    // as of Tokens
-    const int panel_[2];  // computed at a time
     Tasks first_, second_;
     const int64_t rows_, hidden_stride_, rows_stride_, x_stride_, chunk_;
-    const int64_t x_bytes_, packed_bytes_, sums_stride_, sums_bytes_, row_bytes_, result_bytes_;
+    const int64_t x_bytes_, packed_bytes_, sums_stride_, widest_, sums_bytes_, row_bytes_, result_bytes_;
     const Workspace workspace_;
 };
 
