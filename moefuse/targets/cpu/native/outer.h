@@ -187,8 +187,9 @@ static void outer_panel(const D* w, ptrdiff_t ldk, int n, const typename Mac<D>:
         outer_tile<D, CUT_TOKENS, 2, CUT>(w + whole, ldk, x + i * ldx, ldx, paired, c + i * ldc + whole, ldc, n - whole,
                                           RowsAhead<D>(next, 0, 0), 0);
     if (paired == k) return;
-    D last[PAIR][WIDER * OUTER_WIDTH] = {};  // a row without a partner gets one of zeros
-    std::memcpy(last, w + paired * ldk, n * sizeof(D));
+    D last[PAIR][WIDER * OUTER_WIDTH];  // a row without a partner gets one of zeros
+    std::memcpy(last[0], w + paired * ldk, n * sizeof(D));
+    std::memset(last[PAIR - 1], 0, n * sizeof(D));
     outer_panel<D>(last[0], WIDER * OUTER_WIDTH, n, x + paired, ldx, t, PAIR, c, ldc, next);
 }
 

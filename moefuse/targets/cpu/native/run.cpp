@@ -179,9 +179,9 @@ class Run {
             for (int n = task.begin; n < task.end; n += width) {
                 const int own = std::min(width, task.end - n), columns = joined() ? 2 * own : own;
                 for (int part = 0; part < parts; part++) {
-                    const D* then = part + 1 < parts         ? views[1].from(n).w
+                    const D* then = part + 1 < parts       ? views[1].from(n).w
                                     : n + width < task.end ? views[0].from(n + width).w
-                                                               : after;
+                                                           : after;
                     multiply(views[part].from(joined() ? 2 * n : n), columns, tokens, layer_.hidden,
                              sums_of(thread, part), sums_stride_, then);
                 }
